@@ -1,0 +1,506 @@
+"""The whole walk: open, map, place, push down, lower, stream, commit."""
+
+import json
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from d9d_ckpt.errors import CkptError, DestinationError, RequestError, UsageError
+from d9d_ckpt.formats.base import Opened, Sink
+from d9d_ckpt.formats.huggingface import INDEX, SINGLE
+from d9d_ckpt.formats.huggingface_sink import HuggingFaceSink
+from d9d_ckpt.formats.opening import open_checkpoint
+from d9d_ckpt.formats.sharded import MANIFEST, Manifest, check_files
+from d9d_ckpt.formats.sharded_sink import ShardedSink
+from d9d_ckpt.graph.build import LazyTensor
+from d9d_ckpt.graph.mosaic import stored
+from d9d_ckpt.graph.node import Node
+from d9d_ckpt.graph.pushdown import leaves
+from d9d_ckpt.layout.topology import Topology, layout_from, parse_layout
+from d9d_ckpt.models.family import Mapped
+from d9d_ckpt.models.select import Selected, Source, cast_floats, missing, select, to_names_of
+from d9d_ckpt.plan.explain import RankCost, amplification, costs
+from d9d_ckpt.plan.lower import lower
+from d9d_ckpt.plan.plan import Plan
+from d9d_ckpt.plan.requests import held_requests, stored_requests, whole_requests
+from d9d_ckpt.plan.schedule import limits
+from d9d_ckpt.run.checkpoint import Checkpoint, Reader
+from d9d_ckpt.run.commit import Destination
+from d9d_ckpt.run.compare import Compared, compare, difference
+from d9d_ckpt.run.execute import Done, Work, execute, new_save_id, together
+from d9d_ckpt.run.ranks import Ranks, open_ranks
+from d9d_ckpt.run.verify import Verified
+from d9d_ckpt.run.verify import verify as verify_opened
+from d9d_ckpt.run.workers import Progress
+from d9d_ckpt.storage.opening import normalise, store_for
+from d9d_ckpt.storage.store import Options, Store, join
+from d9d_ckpt.tensors import dtype_from_torch, parse_bytes
+
+UserMapping = Callable[[Checkpoint], Mapping[str, LazyTensor]]
+Watch = Callable[[int, int], None]
+"""Called with (bytes written since the last call, bytes in all)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What convert, reshard and plan can be asked; the options of the command line.
+
+    Attributes:
+        to: Target format, ``sharded`` or ``huggingface``.
+        layout: ``pp=2,tp=4``, the path of a YAML file, or a Topology.
+        model: A family's name, or ``auto``.
+        mapping: The user's own graph in place of a family.
+        hf_experts: ``split`` or ``fused``: how a Hugging Face target stores experts.
+        dtype: ``keep``, or the torch dtype that floats are cast to.
+        max_shard_size: Bytes of a Hugging Face file.
+        memory: Bytes of tensor data in flight in a process.
+        workers: Local processes; None means one per core, and one each under a launcher.
+        verify: Read the destination back before success is said.
+        overwrite: Replace a complete destination, once the new one is complete.
+        storage_options: Passed to fsspec.
+        step: Which step of a run directory.
+    """
+
+    to: str = "sharded"
+    layout: str | Topology | None = None
+    model: str = "auto"
+    mapping: UserMapping | None = None
+    hf_experts: str | None = None
+    dtype: str = "keep"
+    max_shard_size: str | int = "5GB"
+    memory: str | int = "1GiB"
+    workers: int | None = None
+    verify: bool = False
+    overwrite: bool = False
+    storage_options: Options = field(default_factory=dict)
+    step: int | None = None
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a convert or reshard has done; the keys of its JSON."""
+
+    source: str
+    destination: str
+    format: str
+    tensors: int
+    bytes_read: int
+    bytes_written: int
+    bytes_source: int
+    seconds: float
+    ranks: int
+    peak_rss: int
+    kept_fp32: tuple[str, ...]
+    dropped: tuple[str, ...]
+    notes: tuple[str, ...]
+    dtypes_in: Mapping[str, int]
+    dtypes_out: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class PlanReport:
+    """What a plan would do; the keys of its JSON."""
+
+    ranks: tuple[RankCost, ...]
+    bytes_read: int
+    bytes_source: int
+    read_amplification: float
+    seconds_to_plan: float
+    tensors: int
+    copies: int
+
+
+def open(url: str, *, step: int | None = None, storage_options: Options | None = None) -> Checkpoint:  # noqa: A001
+    """A checkpoint's metadata and lazy tensors.
+
+    Args:
+        url: A Hugging Face or sharded checkpoint, one safetensors file, or a run directory.
+        step: Which step of a run directory; the latest whole one when None.
+        storage_options: Passed to fsspec.
+
+    Raises:
+        SourceError: There is no checkpoint, or it is incomplete or damaged.
+    """
+    options = storage_options or {}
+    url = normalise(url)
+    store = store_for(url, options)
+    try:
+        return Checkpoint(open_checkpoint(store, url, step), Reader(url, options))
+    finally:
+        store.close()
+
+
+def convert(source: str, destination: str, *, watch: Watch | None = None, **settings: Any) -> Report:
+    """Write ``source`` to ``destination`` in another format or layout, bit for bit.
+
+    Args:
+        source: URL of a checkpoint.
+        destination: Where to; must be empty or absent unless ``overwrite``.
+        watch: Called as bytes are written.
+        settings: Fields of `Settings`.
+
+    Raises:
+        CkptError: What is wrong, and nothing partial is left behind.
+    """
+    want = Settings(**settings)
+    started = time.monotonic()
+    ranks = open_ranks()
+    destination = normalise(destination)
+    checkpoint, selected, plan, topology = together(
+        ranks, lambda: _planned(source, destination, want), _mark
+    )
+    save_id = ranks.broadcast(new_save_id())
+    small = _small_files(checkpoint, selected, want)
+    sink = _sink(want, selected, topology, checkpoint, small, save_id)
+    arrangement = sink.arrange(plan.targets)
+    store = store_for(destination, want.storage_options)
+    work = Work(
+        plan=plan,
+        sink=sink,
+        arrangement=arrangement,
+        destination=Destination(store, destination, _superseded(store, destination)),
+        source=checkpoint.opened.url,
+        options=want.storage_options,
+        limit=limits(_size(want.memory)),
+        workers=_workers(want, ranks),
+        save_id=save_id,
+        small=small,
+    )
+    done = execute(work, ranks, _progress(watch, plan.bytes_written))
+    if want.verify and ranks.rank == 0:
+        _read_back(destination, want)
+    return _report(checkpoint, destination, want, selected, plan, done, time.monotonic() - started)
+
+
+def reshard(source: str, destination: str, *, watch: Watch | None = None, **settings: Any) -> Report:
+    """Write a sharded checkpoint on another layout.
+
+    Raises:
+        CkptError: As `convert`; also when the source is not sharded.
+    """
+    opened = open(source, step=settings.get("step"), storage_options=settings.get("storage_options"))
+    if opened.format != "sharded":
+        raise RequestError(f"{source}: is {opened.format}, not sharded; use convert --to sharded")
+    return convert(source, destination, watch=watch, to="sharded", **settings)
+
+
+def plan(source: str, *, load: bool = False, **settings: Any) -> PlanReport:
+    """What `convert` would do, or with ``load`` what each rank of the layout would read at resume.
+
+    Raises:
+        CkptError: What `convert` would refuse.
+    """
+    want = Settings(**settings)
+    started = time.monotonic()
+    checkpoint, selected, made, topology = _planned(source, None, want, load=load)
+    world = topology.world if topology is not None else 1
+    ranks = tuple(costs(made, world, limits(_size(want.memory)), whole_blocks=not load))
+    return PlanReport(
+        ranks=ranks,
+        bytes_read=sum(r.bytes_read for r in ranks),
+        bytes_source=checkpoint.opened.catalogue.nbytes,
+        read_amplification=amplification(ranks),
+        seconds_to_plan=time.monotonic() - started,
+        tensors=len(selected.mapped.nodes),
+        copies=len(made.rows),
+    )
+
+
+def graph(source: str, tensor: str, **settings: Any) -> tuple[Node, Mapping[int, str]]:
+    """The graph of one target tensor, and the source tensor of each of its chunks, by identity.
+
+    Raises:
+        MissingError: The target has no such tensor; the message has the nearest names.
+    """
+    want = Settings(**settings)
+    checkpoint = open(source, step=want.step, storage_options=want.storage_options)
+    nodes = _selected(checkpoint, want).mapped.nodes
+    if tensor not in nodes:
+        raise missing(tensor, nodes)
+    entries = checkpoint.opened.catalogue.entries
+    return nodes[tensor], {id(c): name for name, e in entries.items() for c in e.chunks}
+
+
+def verify(
+    url: str,
+    *,
+    step: int | None = None,
+    workers: int | None = None,
+    storage_options: Options | None = None,
+    watch: Watch | None = None,
+) -> Verified:
+    """Check everything that a checkpoint has checksums for."""
+    opened = open(url, step=step, storage_options=storage_options).opened
+    progress = _progress(watch, opened.catalogue.nbytes)
+    return verify_opened(opened, storage_options or {}, workers or _cores(), progress)
+
+
+def diff(
+    a: str, b: str, *, rtol: float = 0.0, atol: float = 0.0, storage_options: Options | None = None
+) -> Compared:
+    """Two checkpoints by value; of different formats, both by their family's Hugging Face names."""
+    left, right = (open(url, storage_options=storage_options) for url in (a, b))
+    nodes = [_nodes(c) for c in (left, right)]
+    if left.format != right.format:
+        sources = [_source(c, n) for c, n in zip((left, right), nodes, strict=True)]
+        nodes = list(to_names_of(sources[0], sources[1], _same(left), _same(right)))
+    return compare(nodes[0], nodes[1], (left.reader, right.reader), (rtol, atol))
+
+
+def _planned(
+    source: str, destination: str | None, want: Settings, *, load: bool = False
+) -> tuple[Checkpoint, Selected, Plan, Topology | None]:
+    """The pure part: everything that can be refused before a byte moves."""
+    _check_words(want)
+    limits(_size(want.memory))
+    topology = _topology(want)
+    checkpoint = open(source, step=want.step, storage_options=want.storage_options)
+    if destination is not None:
+        _check_destination(checkpoint.opened.url, destination, want)
+        _check_save(checkpoint.opened, want)
+    selected = _selected(checkpoint, want)
+    if topology is None:
+        requests = whole_requests(selected.mapped)
+    elif load:
+        requests = held_requests(selected.mapped, topology)
+    else:
+        requests = stored_requests(selected.mapped, topology)
+    return checkpoint, selected, lower(requests), topology
+
+
+def _mark(planned: tuple[Checkpoint, Selected, Plan, Topology | None]) -> str:
+    return planned[2].mark
+
+
+def _check_words(want: Settings) -> None:
+    if want.to not in ("sharded", "huggingface"):
+        raise UsageError(f"--to {want.to}: not available yet; sharded and huggingface are")
+    if want.hf_experts not in (None, "split", "fused"):
+        raise UsageError(f"--hf-experts {want.hf_experts}: must be split or fused")
+    if want.hf_experts and want.to == "sharded":
+        raise UsageError("--hf-experts says how a Hugging Face target stores experts; drop it")
+
+
+def _topology(want: Settings) -> Topology | None:
+    if want.to == "huggingface":
+        return None
+    if want.layout is None:
+        raise UsageError("--layout is required for a sharded target, such as --layout pp=2,tp=4")
+    if isinstance(want.layout, Topology):
+        return want.layout
+    if "=" not in want.layout and want.layout:
+        return _layout_file(want.layout)
+    return parse_layout(want.layout)
+
+
+def _layout_file(path: str) -> Topology:
+    try:
+        values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise UsageError(f"--layout {path}: neither AXIS=NUMBER,... nor a readable YAML file: {error}") from error
+    if not isinstance(values, dict):
+        raise UsageError(f"--layout {path}: must hold keys such as pp: 2")
+    return layout_from(values, path)
+
+
+def _nodes(checkpoint: Checkpoint) -> dict[str, Node]:
+    entries = checkpoint.opened.catalogue.entries
+    return {name: stored(name, entry) for name, entry in entries.items()}
+
+
+def _source(checkpoint: Checkpoint, nodes: Mapping[str, Node]) -> Source:
+    o = checkpoint.opened
+    return Source(o.format, nodes, o.config, o.family, o.experts)
+
+
+def _same(checkpoint: Checkpoint) -> Callable[[str, str], float | None]:
+    def same(a: str, b: str) -> float | None:
+        pair = (checkpoint[a].node, checkpoint[b].node)
+        found = difference(a, pair, (checkpoint.reader, checkpoint.reader))
+        return found.max_abs if found else None
+
+    return same
+
+
+def _selected(checkpoint: Checkpoint, want: Settings) -> Selected:
+    if want.mapping is not None:
+        selected = _by_user(checkpoint, want.mapping)
+    else:
+        source = _source(checkpoint, _nodes(checkpoint))
+        selected = select(source, want.to, want.model, want.hf_experts, _same(checkpoint))
+    if want.dtype != "keep":
+        dtype = dtype_from_torch(want.dtype)
+        if not dtype.floating:
+            raise UsageError(f"--dtype {want.dtype}: weights are cast to floating dtypes only")
+        selected = cast_floats(selected, dtype)
+    return selected
+
+
+def _by_user(checkpoint: Checkpoint, mapping: UserMapping) -> Selected:
+    """The user's own graph; what it leaves out is reported."""
+    made = mapping(checkpoint)
+    wrong = [name for name, t in made.items() if not isinstance(t, LazyTensor)]
+    if wrong or not made:
+        raise RequestError(f"--mapping must return {{name: LazyTensor}}; look at {wrong[:4] or made!r}")
+    nodes = {name: t.node for name, t in made.items()}
+    used = {id(chunk) for chunk in leaves(nodes.values())}
+    entries = checkpoint.opened.catalogue.entries
+    dropped = [n for n, e in entries.items() if e.chunks and not any(id(c) in used for c in e.chunks)]
+    return Selected(Mapped(nodes, {}, 0), None, "", tuple(dropped))
+
+
+def _check_destination(source: str, destination: str, want: Settings) -> None:
+    if source == destination or Path(source).resolve() == Path(destination).resolve():
+        raise DestinationError(f"{destination}: source and destination are the same; write elsewhere")
+    store = store_for(destination, want.storage_options)
+    names = store.names(destination)
+    if names and not want.overwrite:
+        raise DestinationError(
+            f"{destination}: not empty ({', '.join(names[:4])}{', ...' if len(names) > 4 else ''}); "
+            "choose another place, or --overwrite to replace a checkpoint"
+        )
+
+
+def _check_save(opened: Opened, want: Settings) -> None:
+    """The files of a sharded source must be of the save that its manifest describes."""
+    store = store_for(opened.url, want.storage_options)
+    try:
+        check_files(store, opened)
+    finally:
+        store.close()
+
+
+def _superseded(store: Store, url: str) -> tuple[str, ...]:
+    """Files of the checkpoint at ``url``, the one that makes it exist first; unknown files are not ours."""
+    names = store.names(url)
+    if MANIFEST in names:
+        path = join(url, MANIFEST)
+        save_id = json.loads(store.read(path, 0, store.size(path))).get("save_id")
+        return (MANIFEST, str(save_id)) if save_id in names else (MANIFEST,)
+    if INDEX in names:
+        path = join(url, INDEX)
+        weight_map = json.loads(store.read(path, 0, store.size(path))).get("weight_map", {})
+        return (INDEX, *sorted(set(weight_map.values()) & set(names)))
+    return (SINGLE,) if SINGLE in names else ()
+
+
+def _small_files(checkpoint: Checkpoint, selected: Selected, want: Settings) -> dict[str, bytes]:
+    """What goes along byte for byte; of config.json only what a cast makes false is changed."""
+    o = checkpoint.opened
+    store = store_for(o.url, want.storage_options)
+    try:
+        out = {name: store.read(join(o.url, name), 0, store.size(join(o.url, name))) for name in o.small}
+    finally:
+        store.close()
+    if want.dtype != "keep" and "config.json" in out:
+        config = json.loads(out["config.json"])
+        keys = [key for key in ("torch_dtype", "dtype") if key in config] or ["torch_dtype"]
+        config |= dict.fromkeys(keys, _dominant(selected))
+        out["config.json"] = json.dumps(config, indent=2, ensure_ascii=False).encode() + b"\n"
+    return out
+
+
+def _dominant(selected: Selected) -> str:
+    sizes: dict[str, int] = {}
+    for node in selected.mapped.nodes.values():
+        if node.dtype.floating:
+            sizes[node.dtype.torch] = sizes.get(node.dtype.torch, 0) + node.spec.numel
+    return max(sizes, key=lambda name: sizes[name])
+
+
+def _sink(
+    want: Settings,
+    selected: Selected,
+    topology: Topology | None,
+    checkpoint: Checkpoint,
+    small: Mapping[str, bytes],
+    save_id: str,
+) -> Sink:
+    if topology is None:
+        return HuggingFaceSink(save_id, _size(want.max_shard_size))
+    o = checkpoint.opened
+    config = json.loads(small["config.json"]) if "config.json" in small else o.config
+    manifest = Manifest(
+        save_id=save_id,
+        step=o.step,
+        layout=topology,
+        family=selected.family,
+        config=config,
+        experts=selected.experts,
+        entries={},
+        files={},
+        values=o.values,
+        provenance={"source": o.url, "source_save_id": o.save_id, "dropped": list(selected.dropped)},
+    )
+    return ShardedSink(manifest, {name: node.spec for name, node in selected.mapped.nodes.items()})
+
+
+def _size(value: str | int) -> int:
+    return value if isinstance(value, int) else parse_bytes(value)
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+def _workers(want: Settings, ranks: Ranks) -> int:
+    if want.workers is not None:
+        return want.workers
+    return _cores() if ranks.world == 1 else 1
+
+
+def _progress(watch: Watch | None, total: int) -> Progress:
+    if watch is None:
+        return lambda _: None
+    return lambda nbytes: watch(nbytes, total)
+
+
+def _read_back(destination: str, want: Settings) -> None:
+    found = verify(destination, storage_options=want.storage_options)
+    if not found.ok:
+        bad = found.damaged[0]
+        raise CkptError(
+            f"{destination}: {len(found.damaged)} blocks read back differ from what was written, first "
+            f"{bad.tensor or bad.file}: expected {bad.expected}, found {bad.found}"
+        )
+
+
+def _report(
+    checkpoint: Checkpoint,
+    destination: str,
+    want: Settings,
+    selected: Selected,
+    plan: Plan,
+    done: Done,
+    seconds: float,
+) -> Report:
+    entries = checkpoint.opened.catalogue.entries
+    return Report(
+        source=checkpoint.opened.url,
+        destination=destination,
+        format=want.to,
+        tensors=len(selected.mapped.nodes),
+        bytes_read=done.bytes_read,
+        bytes_written=done.bytes_written,
+        bytes_source=checkpoint.opened.catalogue.nbytes,
+        seconds=seconds,
+        ranks=done.processes,
+        peak_rss=done.peak_rss,
+        kept_fp32=selected.kept_fp32,
+        dropped=selected.dropped,
+        notes=checkpoint.opened.notes,
+        dtypes_in=_histogram({name: e.spec for name, e in entries.items()}),
+        dtypes_out=_histogram({n: node.spec for n, node in selected.mapped.nodes.items()}),
+    )
+
+
+def _histogram(specs: Mapping[str, Any]) -> dict[str, int]:
+    out: dict[str, int] = {}
+    for spec in specs.values():
+        out[spec.dtype.name] = out.get(spec.dtype.name, 0) + spec.nbytes
+    return out

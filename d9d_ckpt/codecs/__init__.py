@@ -1,0 +1,1 @@
+"""What is computed over stored bytes: checksums."""

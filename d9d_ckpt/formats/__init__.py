@@ -1,0 +1,1 @@
+"""Checkpoints on disk: opening them as catalogues, and what a written one looks like."""

@@ -1,0 +1,101 @@
+"""What every format opens as."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+from d9d_ckpt.layout.topology import Topology
+from d9d_ckpt.tensors import Catalogue, Target
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A checkpoint's metadata; no tensor byte has been read.
+
+    Attributes:
+        url: Where it is.
+        format: ``huggingface`` or ``sharded``.
+        catalogue: Its tensors.
+        config: The parsed config.json, or None.
+        family: The family that a manifest names, or None.
+        experts: How the Hugging Face side stores experts, where known.
+        layout: Topology of a sharded checkpoint.
+        step: Its step, where it has one.
+        save_id: Identity of the save.
+        small: Files beside the weights that go along byte for byte.
+        values: JSON state.
+        files: Header and small-file digests of a sharded checkpoint.
+        notes: What the reader should be told: ignored files and the like.
+    """
+
+    url: str
+    format: str
+    catalogue: Catalogue
+    config: Mapping[str, Any] | None = None
+    family: str | None = None
+    experts: str = ""
+    layout: Topology | None = None
+    step: int | None = None
+    save_id: str | None = None
+    small: tuple[str, ...] = ()
+    values: Mapping[str, Any] = field(default_factory=dict)
+    files: Mapping[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+
+class OutFile(NamedTuple):
+    """A weight file to be written.
+
+    Attributes:
+        name: Its final name, relative to the checkpoint.
+        staged: The name that it has until the commit; the same where the final one is private.
+        header: Its first bytes; of the final length, though checksums may still be missing.
+        nbytes: Its size.
+        targets: Numbers of the targets in it, in the order of their bytes.
+    """
+
+    name: str
+    staged: str
+    header: bytes
+    nbytes: int
+    targets: tuple[int, ...]
+
+
+class Arrangement(NamedTuple):
+    """Every file of a checkpoint to be written, and (file, first byte) of each target."""
+
+    files: tuple[OutFile, ...]
+    places: tuple[tuple[int, int], ...]
+
+
+Digests = Sequence[tuple[int, ...]]
+"""Per target, one digest per block."""
+
+
+class Record(NamedTuple):
+    """A small file of the commit; ``name`` is relative to the checkpoint."""
+
+    name: str
+    content: bytes
+
+
+class Sink(Protocol):
+    """How a format lays out and describes a checkpoint that is being written."""
+
+    def arrange(self, targets: Sequence[Target]) -> Arrangement:
+        """Which file each target goes to, and where."""
+        ...
+
+    def header(self, arrangement: Arrangement, file: int, digests: Digests) -> bytes:
+        """The final header of a file, as long as the arranged one."""
+        ...
+
+    def record(
+        self,
+        targets: Sequence[Target],
+        arrangement: Arrangement,
+        digests: Digests,
+        small: Mapping[str, bytes],
+    ) -> Record | None:
+        """What makes the written files a checkpoint; None where a single file is one by itself."""
+        ...

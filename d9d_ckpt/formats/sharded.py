@@ -1,0 +1,249 @@
+"""Our format: ordinary safetensors files under a save id, and the manifest that makes them exist."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from d9d_ckpt.codecs.checksum import digest, to_hex
+from d9d_ckpt.errors import CkptError, CorruptError, MissingError
+from d9d_ckpt.formats.base import Opened
+from d9d_ckpt.layout.topology import Topology, layout_from
+from d9d_ckpt.storage.store import Store, join
+from d9d_ckpt.tensors import BLOCK, Catalogue, Chunk, Entry, Region, TensorSpec, spec_of
+
+MANIFEST = "manifest.json"
+FORMAT = "d9d-sharded"
+VERSION = 1
+_SEAL = b',"self_xxh3":"'
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a manifest says, ready to be written.
+
+    Attributes:
+        save_id: Identity of the save; its files lie in a directory of that name.
+        step: Training step, or None.
+        layout: Topology of the files.
+        family: Model family, or None for a mapping of the user's.
+        config: The parsed config.json, or None.
+        experts: How the Hugging Face source stored experts.
+        entries: Tensors; chunk files are relative to the checkpoint.
+        files: Rank files and small files: {name: (bytes, digest)}.
+        values: JSON state.
+        provenance: Where it came from.
+    """
+
+    save_id: str
+    step: int | None
+    layout: Topology
+    family: str | None
+    config: Mapping[str, Any] | None
+    experts: str
+    entries: Mapping[str, Entry]
+    files: Mapping[str, tuple[int, int]]
+    values: Mapping[str, Any] = field(default_factory=dict)
+    provenance: Mapping[str, Any] = field(default_factory=dict)
+
+    def encode(self) -> bytes:
+        """The file, sealed by a digest of itself."""
+        value = {
+            "format": FORMAT,
+            "version": VERSION,
+            "save_id": self.save_id,
+            "step": self.step,
+            "layout": self.layout.to_json(),
+            "model": {"family": self.family, "config": self.config, "hf_experts": self.experts},
+            "block": BLOCK,
+            "tensors": {name: _tensor_json(entry) for name, entry in self.entries.items()},
+            "values": self.values,
+            "files": {
+                name: {"nbytes": nbytes, "header_xxh3": to_hex(xxh3)}
+                for name, (nbytes, xxh3) in self.files.items()
+            },
+            "provenance": self.provenance,
+        }
+        body = json.dumps(value, separators=(",", ":"), ensure_ascii=False).encode()[:-1]
+        return body + _SEAL + to_hex(digest(body)).encode() + b'"}\n'
+
+
+def _tensor_json(entry: Entry) -> dict[str, Any]:
+    return {
+        "dtype": entry.spec.dtype.name,
+        "shape": entry.spec.shape,
+        "chunks": [
+            {
+                "start": c.region.start,
+                "shape": c.region.shape,
+                "file": c.file,
+                "offset": c.offset,
+                "nbytes": c.nbytes,
+                "codec": c.codec,
+                "xxh3": [to_hex(x) for x in c.xxh3 or ()],
+            }
+            for c in entry.chunks
+        ],
+    }
+
+
+def open_sharded(store: Store, url: str) -> Opened:
+    """A checkpoint with a manifest; every file it names must be there at its size.
+
+    Raises:
+        MissingError: A file is not there.
+        CorruptError: The manifest is damaged, of another version, or contradicts a file.
+    """
+    path = join(url, MANIFEST)
+    raw = store.read(path, 0, store.size(path))
+    value = _sealed(raw, path)
+    try:
+        files = _files(value["files"], path)
+        catalogue = _catalogue(value["tensors"], url, files, path)
+        opened = Opened(
+            url=url,
+            format="sharded",
+            catalogue=catalogue,
+            config=value["model"]["config"],
+            family=value["model"]["family"],
+            experts=value["model"]["hf_experts"],
+            layout=layout_from(value["layout"], path),
+            step=value["step"],
+            save_id=value["save_id"],
+            small=tuple(name for name in files if "/" not in name),
+            values=value["values"],
+            files=files,
+        )
+    except CkptError:
+        raise
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise CorruptError(f"{path}: {type(error).__name__} {error}: not a valid manifest") from error
+    _check_sizes(store, url, files)
+    return opened
+
+
+def _sealed(raw: bytes, path: str) -> dict[str, Any]:
+    try:
+        value = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise CorruptError(f"{path}: not valid JSON, the manifest is damaged: {error}") from None
+    if not isinstance(value, dict) or value.get("format") != FORMAT:
+        raise CorruptError(f"{path}: not a {FORMAT} manifest")
+    if value.get("version") != VERSION:
+        raise CorruptError(
+            f"{path}: version {value.get('version')!r}, this release reads version {VERSION}; "
+            "upgrade d9d-ckpt"
+        )
+    body, seal, _ = raw.rpartition(_SEAL)
+    found = to_hex(digest(body))
+    if not seal or value.get("self_xxh3") != found:
+        raise CorruptError(
+            f"{path}: its own checksum is {value.get('self_xxh3')!r}, its content has {found!r}: it "
+            "was damaged or edited"
+        )
+    return value
+
+
+def _files(value: Mapping[str, Any], path: str) -> dict[str, tuple[int, int]]:
+    out = {}
+    for name, entry in value.items():
+        if name.startswith("/") or "\0" in name or any(p in ("", ".", "..") for p in name.split("/")):
+            raise CorruptError(f"{path}: {name!r} is no file inside the checkpoint")
+        out[name] = (int(entry["nbytes"]), int(entry["header_xxh3"], 16))
+    return out
+
+
+def _catalogue(
+    tensors: Mapping[str, Any], url: str, files: Mapping[str, tuple[int, int]], path: str
+) -> Catalogue:
+    urls = {name: join(url, name) for name in files}
+    entries = {}
+    for name, value in tensors.items():
+        spec = spec_of(name, value["dtype"], value["shape"], path)
+        chunks = tuple(_chunk(c, spec, urls) for c in value["chunks"])
+        for c, file in zip(chunks, value["chunks"], strict=True):
+            _check_chunk(name, spec, c, files[file["file"]][0], path)
+        entries[name] = Entry(spec, chunks)
+    return Catalogue(entries)
+
+
+def _chunk(value: Mapping[str, Any], spec: TensorSpec, urls: Mapping[str, str]) -> Chunk:
+    region = Region(tuple(value["start"]), tuple(value["shape"]))
+    if len(region.start) != len(spec.shape):
+        raise ValueError(f"a chunk of {len(region.start)} dims in a tensor of {len(spec.shape)}")
+    xxh3 = tuple(int(x, 16) for x in value["xxh3"])
+    return Chunk(region, urls[value["file"]], value["offset"], value["nbytes"], value["codec"], xxh3)
+
+
+def _check_chunk(name: str, spec: TensorSpec, c: Chunk, size: int, path: str) -> None:
+    inside = all(
+        type(a) is int and type(n) is int and 0 <= a and 0 < n and a + n <= total
+        for a, n, total in zip(c.region.start, c.region.shape, spec.shape, strict=True)
+    )
+    if not inside:
+        raise CorruptError(f"{path}: tensor {name!r} has a chunk outside of {list(spec.shape)}")
+    if c.codec != "none":
+        raise CorruptError(f"{path}: tensor {name!r} has unknown codec {c.codec!r}")
+    expected = TensorSpec(spec.dtype, c.region.shape).nbytes
+    if c.nbytes != expected or not 0 <= c.offset <= size - c.nbytes:
+        raise CorruptError(
+            f"{path}: tensor {name!r} has a chunk of {c.nbytes} bytes at {c.offset} in a file of "
+            f"{size}, expected {expected} bytes inside it"
+        )
+    if c.xxh3 is None or len(c.xxh3) != -(-c.nbytes // BLOCK):
+        raise CorruptError(f"{path}: tensor {name!r} has a chunk without its checksums")
+
+
+def _check_sizes(store: Store, url: str, files: Mapping[str, tuple[int, int]]) -> None:
+    for name, (nbytes, _) in files.items():
+        path = join(url, name)
+        try:
+            found = store.size(path)
+        except MissingError:
+            raise MissingError(
+                f"{path}: the manifest names this file and it is not there; the checkpoint is incomplete"
+            ) from None
+        if found != nbytes:
+            raise CorruptError(
+                f"{path}: {found} bytes, the manifest says {nbytes}; the checkpoint is damaged"
+            )
+
+
+def header_digest(store: Store, url: str) -> int:
+    """The digest of a rank file's header, length prefix included."""
+    length = int.from_bytes(store.read(url, 0, 8), "little")
+    size = store.size(url)
+    if 8 + length > size:
+        raise CorruptError(f"{url}: header of {length} bytes in a file of {size}; it is damaged")
+    return digest(store.read(url, 0, 8 + length))
+
+
+def file_digest(store: Store, opened: Opened, name: str) -> int:
+    """The digest that the manifest keeps of a file: its header, or all of a small file."""
+    url = join(opened.url, name)
+    if "/" in name:
+        return header_digest(store, url)
+    return digest(store.read(url, 0, store.size(url)))
+
+
+def check_files(store: Store, opened: Opened) -> None:
+    """Every header and small file must be the one that the manifest describes.
+
+    Raises:
+        CorruptError: One is of another save, or damaged.
+    """
+    for name, expected, found in damaged_files(store, opened, list(opened.files)):
+        raise CorruptError(
+            f"{join(opened.url, name)}: checksum {to_hex(found)}, the manifest of save "
+            f"{opened.save_id} says {to_hex(expected)}; the file is of another save, or damaged"
+        )
+
+
+def damaged_files(store: Store, opened: Opened, names: Sequence[str]) -> list[tuple[str, int, int]]:
+    """(name, expected, found) of files whose header or content is not the one of this save."""
+    out = []
+    for name in names:
+        expected, found = opened.files[name][1], file_digest(store, opened, name)
+        if expected != found:
+            out.append((name, expected, found))
+    return out

@@ -1,0 +1,1 @@
+"""Model families as data: names, transforms and placements, stated once for both directions."""

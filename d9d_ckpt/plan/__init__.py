@@ -1,0 +1,1 @@
+"""From wanted regions to byte copies, work units and tasks; pure, no I/O."""

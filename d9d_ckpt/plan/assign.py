@@ -1,0 +1,103 @@
+"""Targets to units of work: what reads the same bytes stays together, large ones are cut."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from d9d_ckpt.plan.plan import FROM, SOURCE, TARGET, Plan
+
+SHORT = 64 << 10
+"""Runs of fewer bytes are read with their neighbours', so that no byte is read twice."""
+
+_UNIT = 32 << 20
+"""Bytes of one unit: enough to make its overhead nothing, little enough to balance workers."""
+
+_MOST_UNITS = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """Part ``part`` of ``parts`` of some targets; parts are cut at whole checksum blocks.
+
+    Attributes:
+        targets: Numbers of targets in the plan.
+        part: Which part.
+        parts: Of how many.
+        nbytes: Bytes it writes.
+    """
+
+    targets: tuple[int, ...]
+    part: int
+    parts: int
+    nbytes: int
+
+
+def units(plan: Plan) -> list[Unit]:
+    """All work, in the order in which the targets are stored."""
+    size = max(_UNIT, plan.bytes_written // _MOST_UNITS)
+    out: list[Unit] = []
+    batch: list[int] = []
+    batched = 0
+    for cluster in _clusters(plan):
+        nbytes = sum(plan.targets[t].nbytes for t in cluster)
+        if nbytes > size:
+            parts = min(-(-nbytes // size), _most_parts(plan, cluster))
+            out.extend(Unit(tuple(cluster), p, parts, nbytes // parts) for p in range(parts))
+            continue
+        if batched + nbytes > size:
+            out.append(Unit(tuple(batch), 0, 1, batched))
+            batch, batched = [], 0
+        batch += cluster
+        batched += nbytes
+    if batch:
+        out.append(Unit(tuple(batch), 0, 1, batched))
+    return out
+
+
+def _most_parts(plan: Plan, cluster: Sequence[int]) -> int:
+    """Parts that still hold a block of the smallest target each."""
+    smallest = min(plan.targets[t].nbytes for t in cluster)
+    return max(1, smallest >> 20)
+
+
+def _clusters(plan: Plan) -> list[list[int]]:
+    """Targets that read short runs from overlapping stretches of one source, in stored order."""
+    group = list(range(len(plan.targets)))
+
+    def root(t: int) -> int:
+        while group[t] != t:
+            group[t] = group[group[t]]
+            t = group[t]
+        return t
+
+    rows = plan.rows
+    short = np.flatnonzero(
+        (rows[:, SOURCE] >= 0) & (plan.row_runs < SHORT) & (plan.row_hulls > plan.row_runs)
+    )
+    order = short[np.lexsort((rows[short, FROM], rows[short, SOURCE]))]
+    last_source, reach, last_target = -1, 0, -1
+    sources, starts = rows[order, SOURCE].tolist(), rows[order, FROM].tolist()
+    stops, targets = (rows[order, FROM] + plan.row_hulls[order]).tolist(), rows[order, TARGET].tolist()
+    for source, start, stop, target in zip(sources, starts, stops, targets, strict=True):
+        if source == last_source and start < reach:
+            a, b = root(last_target), root(target)
+            group[max(a, b)] = min(a, b)
+            reach = max(reach, stop)
+        else:
+            last_source, reach = source, stop
+        last_target = target
+    clusters: dict[int, list[int]] = {}
+    for t in range(len(plan.targets)):
+        clusters.setdefault(root(t), []).append(t)
+    return list(clusters.values())
+
+
+def split_queue(sizes: Sequence[int], workers: int) -> list[list[int]]:
+    """Item numbers in ``workers`` contiguous runs of about equal bytes."""
+    total, out, done = sum(sizes), [[] for _ in range(workers)], 0
+    for number, nbytes in enumerate(sizes):
+        middle = done + nbytes / 2
+        out[min(workers - 1, int(middle * workers / total)) if total else 0].append(number)
+        done += nbytes
+    return out

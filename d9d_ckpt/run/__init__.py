@@ -1,0 +1,1 @@
+"""Executing plans: buffers, workers, ranks, and the commit at the end."""

@@ -1,0 +1,195 @@
+"""A plan carried out: claimed, shared among ranks and workers, committed; or undone."""
+
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from d9d_ckpt.errors import CkptError, StorageError
+from d9d_ckpt.formats.base import Arrangement, Digests, Sink
+from d9d_ckpt.plan.assign import Unit, split_queue, units
+from d9d_ckpt.plan.plan import Plan
+from d9d_ckpt.plan.schedule import Limits
+from d9d_ckpt.run.commit import Destination
+from d9d_ckpt.run.ranks import Ranks
+from d9d_ckpt.run.stream import Place
+from d9d_ckpt.run.workers import Job, Outcome, Progress, run
+from d9d_ckpt.storage.store import Options, join
+from d9d_ckpt.tensors import BLOCK
+
+
+@dataclass(frozen=True)
+class Work:
+    """Everything a run needs beside the ranks.
+
+    Attributes:
+        plan: What is copied.
+        sink: What is written.
+        arrangement: Where every target goes.
+        destination: The directory.
+        source: URL of the source.
+        options: Storage options.
+        limit: Buffers of a worker.
+        workers: Local worker processes of each rank.
+        save_id: Identity of the save, equal on every rank.
+        small: Files that go along.
+    """
+
+    plan: Plan
+    sink: Sink
+    arrangement: Arrangement
+    destination: Destination
+    source: str
+    options: Options
+    limit: Limits
+    workers: int
+    save_id: str
+    small: Mapping[str, bytes]
+
+
+@dataclass(frozen=True)
+class Done:
+    """What was done, over all ranks.
+
+    Attributes:
+        bytes_read: Bytes read of the source.
+        bytes_written: Bytes written.
+        peak_rss: Largest resident memory of any process, bytes.
+        processes: Processes that moved data.
+    """
+
+    bytes_read: int
+    bytes_written: int
+    peak_rss: int
+    processes: int
+
+
+def execute(work: Work, ranks: Ranks, progress: Progress) -> Done:
+    """Carry out ``work``; on any failure nothing of it is left and every rank raises the cause."""
+    _prepared(work, ranks)
+    try:
+        outcomes = _moved(work, ranks, progress)
+        _committed(work, ranks, outcomes)
+    except BaseException:
+        if ranks.rank == 0:
+            work.destination.abort(work.arrangement, work.save_id)
+        raise
+    return Done(
+        bytes_read=sum(o.bytes_read for o in outcomes),
+        bytes_written=sum(o.bytes_written for o in outcomes),
+        peak_rss=max((o.peak_rss for o in outcomes), default=0),
+        processes=len(outcomes),
+    )
+
+
+T = TypeVar("T")
+
+
+def together(ranks: Ranks, compute: Callable[[], T], mark: Callable[[T], str]) -> T:
+    """The same value, computed by every rank on its own; one that fails or differs stops them all."""
+    try:
+        value = compute()
+    except CkptError as error:
+        if ranks.world > 1:
+            ranks.gather(error)
+        raise
+    if ranks.world > 1:
+        own = mark(value)
+        if any(other != own for other in ranks.gather(own)):
+            raise StorageError("ranks have made different plans; do all of them see the same source?")
+    return value
+
+
+def _prepared(work: Work, ranks: Ranks) -> None:
+    failure: CkptError | None = None
+    if ranks.rank == 0:
+        try:
+            work.destination.prepare(work.arrangement, work.save_id)
+        except CkptError as error:
+            failure = error
+    ranks.broadcast(failure)
+
+
+def _moved(work: Work, ranks: Ranks, progress: Progress) -> list[Outcome]:
+    """All outcomes on rank 0, its own elsewhere."""
+    mine = _share(units(work.plan), ranks)
+    result: list[Outcome] | CkptError
+    try:
+        result = run(_job(work, mine), _with_beat(progress, ranks))
+    except CkptError as error:
+        result = error
+    gathered = ranks.gather(result)
+    if ranks.rank == 0:
+        return [outcome for part in gathered for outcome in part]
+    return result if isinstance(result, list) else []
+
+
+def _with_beat(progress: Progress, ranks: Ranks) -> Progress:
+    last = time.monotonic()
+
+    def tell(nbytes: int) -> None:
+        nonlocal last
+        if time.monotonic() - last > 1.0:
+            ranks.alive()
+            last = time.monotonic()
+        progress(nbytes)
+
+    return tell
+
+
+def _share(all_units: Sequence[Unit], ranks: Ranks) -> list[Unit]:
+    numbers = split_queue([u.nbytes for u in all_units], ranks.world)[ranks.rank]
+    return [all_units[n] for n in numbers]
+
+
+def _job(work: Work, mine: Sequence[Unit]) -> Job:
+    files = work.arrangement.files
+    urls = [join(work.destination.url, f.staged) for f in files]
+    return Job(
+        plan=work.plan,
+        units=mine,
+        queues=split_queue([u.nbytes for u in mine], max(1, min(work.workers, len(mine)))),
+        limit=work.limit,
+        source=work.source,
+        destination=work.destination.url,
+        options=work.options,
+        places=[Place(urls[file], offset) for file, offset in work.arrangement.places],
+    )
+
+
+def _committed(work: Work, ranks: Ranks, outcomes: Sequence[Outcome]) -> None:
+    failure: CkptError | None = None
+    if ranks.rank == 0:
+        try:
+            digests = _joined(work.plan, outcomes)
+            work.destination.commit(
+                work.sink, work.plan.targets, work.arrangement, digests, work.small
+            )
+        except CkptError as error:
+            failure = error
+    ranks.broadcast(failure)
+
+
+def _joined(plan: Plan, outcomes: Sequence[Outcome]) -> Digests:
+    """The digests of every target in block order; every block must have been written once."""
+    blank: list[list[int | None]] = [[None] * (-(-t.nbytes // BLOCK)) for t in plan.targets]
+    for outcome in outcomes:
+        for target, parts in outcome.digests.items():
+            for first, values in parts:
+                blank[target][first : first + len(values)] = values
+    out = []
+    for target, values in zip(plan.targets, blank, strict=True):
+        filled = tuple(v for v in values if v is not None)
+        if len(filled) != len(values) or len(values) != -(-target.nbytes // BLOCK):
+            raise StorageError(
+                f"tensor {target.name!r}: {len(filled)} of {-(-target.nbytes // BLOCK)} blocks were "
+                "written; nothing is committed"
+            )
+        out.append(filled)
+    return out
+
+
+def new_save_id() -> str:
+    """An identity that no other save has: time first, so that listings sort."""
+    return f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{os.urandom(4).hex()}"

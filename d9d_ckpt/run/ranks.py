@@ -1,0 +1,126 @@
+"""The processes of one run: a single one, or those of a launcher, meeting in its key-value store."""
+
+import importlib
+import os
+import pickle
+import time
+from datetime import timedelta
+from typing import Any, Protocol
+
+from d9d_ckpt.errors import CkptError, StorageError
+
+_POLL = 0.05
+_SILENCE = 600.0
+"""Seconds without a sign of life of a rank after which it counts as lost."""
+
+
+class Ranks(Protocol):
+    """Who takes part and how they agree; no call waits inside a timed collective."""
+
+    rank: int
+    world: int
+
+    def broadcast(self, value: Any) -> Any:
+        """Rank 0's value, on every rank; or rank 0's error."""
+        ...
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's value, on rank 0 (empty elsewhere); any rank's error, on every rank."""
+        ...
+
+    def alive(self) -> None:
+        """Tell the others that this rank is still at work."""
+        ...
+
+
+class OneRank:
+    """A run of one process and its local workers."""
+
+    rank = 0
+    world = 1
+
+    def broadcast(self, value: Any) -> Any:
+        if isinstance(value, CkptError):
+            raise value
+        return value
+
+    def gather(self, value: Any) -> list[Any]:
+        return [self.broadcast(value)]
+
+    def alive(self) -> None:
+        """Nobody waits."""
+
+
+class LaunchedRanks:
+    """The ranks that torchrun, or any launcher that sets its variables, has started.
+
+    Values travel through the rendezvous store and waiting is polling, so that a rank may take as
+    long as its I/O needs; a failure reaches everybody with its text within one poll.
+    """
+
+    def __init__(self, store: Any, rank: int, world: int) -> None:
+        self.rank, self.world = rank, world
+        self._store, self._round, self._beat = store, 0, 0
+
+    def broadcast(self, value: Any) -> Any:
+        self._round += 1
+        key = f"d9d/{self._round}/value"
+        if self.rank == 0:
+            self._store.set(key, pickle.dumps(value))
+        else:
+            value = self._wait(key, 0)
+        if isinstance(value, CkptError):
+            raise value
+        return value
+
+    def gather(self, value: Any) -> list[Any]:
+        self._round += 1
+        prefix = f"d9d/{self._round}"
+        self._store.set(f"{prefix}/{self.rank}", pickle.dumps(value))
+        if self.rank:
+            outcome = self._wait(f"{prefix}/outcome", 0)
+            if outcome is not None:
+                raise outcome
+            return []
+        values = [value]
+        failure = value if isinstance(value, CkptError) else None
+        for rank in range(1, self.world):
+            if failure is None:
+                values.append(self._wait(f"{prefix}/{rank}", rank))
+                failure = values[-1] if isinstance(values[-1], CkptError) else None
+        self._store.set(f"{prefix}/outcome", pickle.dumps(failure))
+        if failure is not None:
+            raise failure
+        return values
+
+    def alive(self) -> None:
+        self._beat += 1
+        self._store.set(f"d9d/beat/{self.rank}", str(self._beat))
+
+    def _wait(self, key: str, rank: int) -> Any:
+        """The value under ``key``, for as long as ``rank`` shows signs of life."""
+        beat, since = b"", time.monotonic()
+        while not self._store.check([key]):
+            now = self._store.get(f"d9d/beat/{rank}") if self._store.check([f"d9d/beat/{rank}"]) else b""
+            if now != beat:
+                beat, since = now, time.monotonic()
+            if time.monotonic() - since > _SILENCE:
+                raise StorageError(f"rank {rank} has shown no sign of life for {_SILENCE:.0f} s")
+            self.alive()
+            time.sleep(_POLL)
+        # Written by our own ranks in this run, never read from storage.
+        return pickle.loads(self._store.get(key))  # noqa: S301
+
+
+def launched() -> bool:
+    """Whether a launcher has started this process as one of several."""
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ
+
+
+def open_ranks() -> Ranks:
+    """The ranks of this run."""
+    if not launched():
+        return OneRank()
+    rendezvous = importlib.import_module("torch.distributed.rendezvous").rendezvous
+    store, rank, world = next(rendezvous("env://", timeout=timedelta(minutes=10)))
+    return LaunchedRanks(store, rank, world)

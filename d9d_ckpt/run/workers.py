@@ -1,0 +1,277 @@
+"""Local workers: processes that drain a queue of units, or threads where forking is no option."""
+
+import os
+import pickle
+import resource
+import select
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from d9d_ckpt.errors import CkptError, StorageError
+from d9d_ckpt.plan.assign import Unit
+from d9d_ckpt.plan.plan import Plan
+from d9d_ckpt.plan.schedule import Limits, tasks
+from d9d_ckpt.run.stream import FileWriter, Place, Streamer
+from d9d_ckpt.storage.opening import store_for
+from d9d_ckpt.storage.store import Options, is_local
+
+Progress = Callable[[int], None]
+"""Called with the bytes written since the last call."""
+
+_REPORT = 0.2
+"""Seconds between progress messages of a worker."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What every worker is given.
+
+    Attributes:
+        plan: The plan.
+        units: All units of this process.
+        queues: Numbers of the units, by worker.
+        limit: Buffer sizes of a worker.
+        source: URL of the source, for its store.
+        destination: URL of the destination, for its store.
+        options: Storage options.
+        places: Where each target lies.
+    """
+
+    plan: Plan
+    units: Sequence[Unit]
+    queues: Sequence[Sequence[int]]
+    limit: Limits
+    source: str
+    destination: str
+    options: Options
+    places: Sequence[Place]
+
+
+class Outcome(NamedTuple):
+    """What a worker did.
+
+    Attributes:
+        digests: Per target, (first block, digests) of each output.
+        bytes_read: Bytes read.
+        bytes_written: Bytes written.
+        peak_rss: Its peak resident memory, bytes.
+    """
+
+    digests: dict[int, list[tuple[int, list[int]]]]
+    bytes_read: int
+    bytes_written: int
+    peak_rss: int
+
+
+def run(job: Job, progress: Progress) -> list[Outcome]:
+    """Do all of a job.
+
+    Raises:
+        CkptError: What stopped the first worker that failed; the others are stopped as well.
+    """
+    if len(job.queues) == 1:
+        queue = iter(job.queues[0])
+        return [_work(job, queue, progress)]
+    if is_local(job.source) and is_local(job.destination) and threading.active_count() == 1:
+        return _Processes(job, progress).run()
+    return _run_threads(job, progress)
+
+
+def _work(job: Job, numbers: Iterator[int], progress: Progress) -> Outcome:
+    source = store_for(job.source, job.options)
+    destination = store_for(job.destination, job.options)
+    streamer = Streamer(job.plan, job.limit, source, FileWriter(destination, job.places))
+    told = 0
+    try:
+        for number in numbers:
+            for task in tasks(job.plan, job.units[number], job.limit):
+                streamer.run(task)
+                progress(streamer.bytes_written - told)
+                told = streamer.bytes_written
+    finally:
+        source.close()
+        destination.close()
+    rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+    return Outcome(streamer.digests, streamer.bytes_read, streamer.bytes_written, rss)
+
+
+def _run_threads(job: Job, progress: Progress) -> list[Outcome]:
+    """Threads of this process, for stores whose clients do not survive a fork."""
+    queues = [deque(q) for q in job.queues]
+    outcomes: list[Outcome] = []
+    failures: list[BaseException] = []
+    lock = threading.Lock()
+
+    def drain(own: int) -> Iterator[int]:
+        for k in range(len(queues)):
+            queue = queues[(own + k) % len(queues)]
+            while queue and not failures:
+                try:
+                    yield queue.popleft()
+                except IndexError:
+                    break
+
+    def tell(nbytes: int) -> None:
+        with lock:
+            progress(nbytes)
+
+    def go(own: int) -> None:
+        try:
+            outcomes.append(_work(job, drain(own), tell))
+        except BaseException as error:  # noqa: BLE001 - handed to the caller below
+            failures.append(error)
+
+    threads = [threading.Thread(target=go, args=(own,)) for own in range(len(queues))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise failures[0]
+    return outcomes
+
+
+@dataclass
+class _Child:
+    """A worker process and the pipe on which it reports."""
+
+    pid: int
+    pipe: int
+    received: bytearray = field(default_factory=bytearray)
+    outcome: Outcome | None = None
+
+
+class _Processes:
+    """Forked workers. Each takes units from its own queue, then from the others'.
+
+    A queue is a pipe filled with unit numbers beforehand: taking one is one atomic read.
+    """
+
+    def __init__(self, job: Job, progress: Progress) -> None:
+        self._job, self._progress = job, progress
+
+    def run(self) -> list[Outcome]:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        queues = [_filled_pipe(q) for q in self._job.queues]
+        children: list[_Child] = []
+        try:
+            for own in range(len(queues)):
+                children.append(self._fork(own, queues, children))
+            return self._listen(children)
+        finally:
+            for child in children:
+                if child.outcome is None:
+                    os.kill(child.pid, signal.SIGKILL)
+                os.close(child.pipe)
+                os.waitpid(child.pid, 0)
+            for queue in queues:
+                os.close(queue)
+
+    def _fork(self, own: int, queues: Sequence[int], others: Sequence[_Child]) -> _Child:
+        ours, theirs = os.pipe()
+        pid = os.fork()
+        if pid:
+            os.close(theirs)
+            return _Child(pid, ours)
+        # Only the parent answers the keyboard; it ends its children itself.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        code = 1
+        try:
+            os.close(ours)
+            for other in others:
+                os.close(other.pipe)
+            report = _Report(theirs)
+            report.send("done", self._outcome(own, queues, report))
+            code = 0
+        except BaseException:  # noqa: BLE001 - a child must never return into the parent's frames
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+
+    def _outcome(self, own: int, queues: Sequence[int], report: "_Report") -> Outcome | CkptError:
+        try:
+            order = [queues[(own + k) % len(queues)] for k in range(len(queues))]
+            return _work(self._job, _taken(order), report.progress)
+        except CkptError as error:
+            return error
+
+    def _listen(self, children: Sequence[_Child]) -> list[Outcome]:
+        waiting = {child.pipe: child for child in children}
+        while waiting:
+            ready, _, _ = select.select(list(waiting), [], [], 1.0)
+            for pipe in ready:
+                child = waiting[pipe]
+                data = os.read(pipe, 1 << 20)
+                child.received += data
+                for kind, value in _messages(child.received):
+                    if kind == "progress":
+                        self._progress(value)
+                    elif isinstance(value, CkptError):
+                        raise value
+                    else:
+                        child.outcome = value
+                if not data:
+                    if child.outcome is None:
+                        raise StorageError(
+                            f"worker process {child.pid} died without a word; was it killed, or out of memory?"
+                        )
+                    del waiting[pipe]
+        return [child.outcome for child in children if child.outcome is not None]
+
+
+class _Report:
+    """A worker's end of its pipe."""
+
+    def __init__(self, pipe: int) -> None:
+        self._pipe, self._pending, self._last = pipe, 0, time.monotonic()
+
+    def send(self, kind: str, value: Any) -> None:
+        data = pickle.dumps((kind, value))
+        view = memoryview(len(data).to_bytes(8, "little") + data)
+        while view:
+            view = view[os.write(self._pipe, view) :]
+
+    def progress(self, nbytes: int) -> None:
+        self._pending += nbytes
+        now = time.monotonic()
+        if now - self._last > _REPORT:
+            self.send("progress", self._pending)
+            self._pending, self._last = 0, now
+
+
+def _messages(received: bytearray) -> Iterator[tuple[str, Any]]:
+    """The whole messages at the start of ``received``, which they are taken from."""
+    while len(received) >= 8:
+        size = int.from_bytes(received[:8], "little")
+        if len(received) < 8 + size:
+            return
+        # Pickled by our own children, never read from storage.
+        kind, value = pickle.loads(bytes(received[8 : 8 + size]))  # noqa: S301
+        del received[: 8 + size]
+        yield kind, value
+
+
+def _filled_pipe(numbers: Sequence[int]) -> int:
+    """The reading end of a pipe that holds ``numbers``, 4 bytes each, and then ends."""
+    reader, writer = os.pipe()
+    data = b"".join(n.to_bytes(4, "little") for n in numbers)
+    os.set_blocking(writer, False)
+    done = os.write(writer, data) if data else 0
+    os.close(writer)
+    if done < len(data):
+        raise StorageError(f"{len(numbers)} units of work do not fit a pipe")
+    return reader
+
+
+def _taken(queues: Sequence[int]) -> Iterator[int]:
+    for queue in queues:
+        while data := os.read(queue, 4):
+            yield int.from_bytes(data, "little")

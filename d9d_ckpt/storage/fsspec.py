@@ -1,0 +1,101 @@
+"""Everything that is not a local path, through fsspec; its only importer."""
+
+from typing import Any
+
+import fsspec
+
+from d9d_ckpt.errors import CorruptError, MissingError, StorageError
+from d9d_ckpt.storage.store import Options
+
+
+class FsspecStore:
+    """Reads ranges of whatever fsspec opens.
+
+    Listings and sizes are always asked afresh, never taken from a cache. Destinations on such
+    stores are not written yet.
+    """
+
+    def __init__(self, url: str, options: Options) -> None:
+        self._fs, _ = fsspec.core.url_to_fs(url, **{"use_listings_cache": False, **options})
+
+    def size(self, url: str) -> int:
+        return int(self._call("stat", url, self._fs.info, self._path(url), refresh=True)["size"])
+
+    def names(self, url: str) -> list[str]:
+        try:
+            found = self._call("list", url, self._fs.ls, self._path(url), detail=False, refresh=True)
+        except MissingError:
+            return []
+        return sorted(path.rstrip("/").rsplit("/", 1)[-1] for path in found)
+
+    def files(self, url: str) -> dict[str, int]:
+        found = self._call("list", url, self._fs.ls, self._path(url), detail=True, refresh=True)
+        sizes = {
+            entry["name"].rstrip("/").rsplit("/", 1)[-1]: int(entry["size"])
+            for entry in found
+            if entry["type"] == "file"
+        }
+        return dict(sorted(sizes.items()))
+
+    def read(self, url: str, offset: int, nbytes: int) -> bytes:
+        if not nbytes:
+            return b""
+        path = self._path(url)
+        data: bytes = self._call("read", url, self._fs.cat_file, path, start=offset, end=offset + nbytes)
+        if len(data) != nbytes:
+            raise CorruptError(
+                f"{url}: ends at byte {offset + len(data)}, expected at least {offset + nbytes}; it was "
+                "cut short: fetch or write it again"
+            )
+        return data
+
+    def read_into(self, url: str, offset: int, view: memoryview) -> None:
+        view[:] = self.read(url, offset, len(view))
+
+    def create(self, url: str, nbytes: int) -> None:  # noqa: ARG002
+        raise self._read_only(url)
+
+    def write(self, url: str, offset: int, view: memoryview) -> None:  # noqa: ARG002
+        raise self._read_only(url)
+
+    def claim(self, url: str, content: bytes) -> bool:  # noqa: ARG002
+        raise self._read_only(url)
+
+    def remove_empty(self, url: str) -> None:
+        raise self._read_only(url)
+
+    def flush(self) -> None:
+        """Nothing is open for writing."""
+
+    def sync(self, url: str) -> None:
+        raise self._read_only(url)
+
+    def publish(self, url: str, new: str) -> None:  # noqa: ARG002
+        raise self._read_only(url)
+
+    def delete(self, url: str) -> None:
+        raise self._read_only(url)
+
+    def free(self, url: str) -> int | None:  # noqa: ARG002
+        return None
+
+    def close(self) -> None:
+        """Nothing is kept open between calls."""
+
+    @staticmethod
+    def _read_only(url: str) -> StorageError:
+        return StorageError(
+            f"{url}: destinations must be local paths so far; convert to a local directory and copy it"
+        )
+
+    def _path(self, url: str) -> str:
+        return str(self._fs._strip_protocol(url))  # noqa: SLF001
+
+    @staticmethod
+    def _call(operation: str, url: str, function: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except FileNotFoundError as error:
+            raise MissingError(f"{url}: no such file") from error
+        except OSError as error:
+            raise StorageError(f"{operation} {url}: {error}") from error

@@ -1,0 +1,85 @@
+"""The Store protocol and what URLs have in common."""
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+
+class Store(Protocol):
+    """What the engine needs of a place that holds files. URLs are whole, never relative.
+
+    Every method raises `MissingError` for a file that is not there, `CorruptError` for one that
+    ends early, and `StorageError` for anything else that the place refuses.
+    """
+
+    def size(self, url: str) -> int:
+        """Bytes of a file."""
+        ...
+
+    def names(self, url: str) -> list[str]:
+        """Names directly under a directory, sorted; empty when there is none."""
+        ...
+
+    def files(self, url: str) -> dict[str, int]:
+        """Name and size of the files directly under a directory, sorted by name."""
+        ...
+
+    def read(self, url: str, offset: int, nbytes: int) -> bytes:
+        """Exactly ``nbytes`` bytes from ``offset``."""
+        ...
+
+    def read_into(self, url: str, offset: int, view: memoryview) -> None:
+        """Fill ``view`` from ``offset``."""
+        ...
+
+    def create(self, url: str, nbytes: int) -> None:
+        """A new file of ``nbytes`` to be written in any order; its directories as well."""
+        ...
+
+    def write(self, url: str, offset: int, view: memoryview) -> None:
+        """Put ``view`` at ``offset`` of a created file."""
+        ...
+
+    def claim(self, url: str, content: bytes) -> bool:
+        """Create a small file unless it exists; whether this caller created it."""
+        ...
+
+    def remove_empty(self, url: str) -> None:
+        """Remove a directory that has nothing in it."""
+        ...
+
+    def flush(self) -> None:
+        """Let go of files open for writing."""
+        ...
+
+    def sync(self, url: str) -> None:
+        """Make a file, or the entries of a directory, durable."""
+        ...
+
+    def publish(self, url: str, new: str) -> None:
+        """Give a finished file its final name, replacing what bore it."""
+        ...
+
+    def delete(self, url: str) -> None:
+        """Remove a file, or a directory with all that is in it; absent is fine."""
+        ...
+
+    def free(self, url: str) -> int | None:
+        """Bytes that can still be written under ``url``; None where nobody knows."""
+        ...
+
+    def close(self) -> None:
+        """Let go of open files."""
+        ...
+
+
+Options = Mapping[str, Any]
+
+
+def join(url: str, name: str) -> str:
+    """The URL of ``name`` under ``url``."""
+    return f"{url.rstrip('/')}/{name}" if url != "/" else f"/{name}"
+
+
+def is_local(url: str) -> bool:
+    """Whether ``url`` is a path of this machine."""
+    return "://" not in url and "::" not in url
