@@ -124,25 +124,33 @@ class _Bit(NamedTuple):
 
 @dataclass(slots=True)
 class _Span:
-    """A stretch of one source and how much of it is wanted."""
+    """A stretch of one source, how much of it is wanted, and where the last wanted byte ends."""
 
     low: int
     high: int
     wanted: int
+    stop: int
 
     def joined(self, other: "_Span") -> "_Span":
         return _Span(
-            min(self.low, other.low), max(self.high, other.high), self.wanted + other.wanted
+            min(self.low, other.low),
+            max(self.high, other.high),
+            self.wanted + other.wanted,
+            max(self.stop, other.stop),
         )
 
     def rounded(self, nbytes: int) -> "_Span":
         """To whole blocks of a chunk of ``nbytes``."""
         high = min(-(-self.high // BLOCK) * BLOCK, nbytes)
-        return _Span(self.low // BLOCK * BLOCK, high, self.wanted)
+        return _Span(self.low // BLOCK * BLOCK, high, self.wanted, self.stop)
+
+    @property
+    def size(self) -> int:
+        return self.high - self.low
 
     @property
     def dense(self) -> bool:
-        return self.wanted >= _DENSE * (self.high - self.low)
+        return self.wanted >= _DENSE * self.size
 
 
 @dataclass(slots=True)
@@ -158,13 +166,13 @@ class _Tile:
     def add(self, bit: _Bit) -> None:
         self.bits.append(bit)
         if bit.source != ZEROS:
-            span = _Span(bit.piece.base, bit.stop, bit.nbytes)
+            span = _Span(bit.piece.base, bit.stop, bit.nbytes, bit.stop)
             known = self.spans.get(bit.source)
             self.spans[bit.source] = known.joined(span) if known else span
 
     @property
     def hull(self) -> int:
-        return _bytes(self.spans)
+        return sum(span.size for span in self.spans.values())
 
     def order(self, plan: Plan) -> tuple[str, int]:
         if not self.spans:
@@ -172,6 +180,45 @@ class _Tile:
         first = max(self.spans, key=lambda s: self.spans[s].wanted)
         chunk = plan.sources[first]
         return chunk.file, chunk.offset + self.spans[first].low
+
+
+class _Group:
+    """Tiles of one task."""
+
+    def __init__(self, limit: Limits) -> None:
+        self.tiles: list[_Tile] = []
+        self.spans: dict[int, _Span] = {}
+        self._limit, self._hull, self._written = limit, 0, 0
+
+    def take(self, tile: _Tile) -> bool:
+        """Add ``tile`` if it shares source bytes with the group, or if both are small."""
+        joined, growth, shares = {}, 0, False
+        for source, span in tile.spans.items():
+            known = self.spans.get(source)
+            if known is None:
+                joined[source] = span
+                growth += span.size
+            else:
+                shares = shares or span.low < known.high and known.low < span.high
+                joined[source] = known.joined(span)
+                growth += joined[source].size - known.size
+        if self.tiles and not self._fits(tile, self._hull + growth, shares=shares):
+            return False
+        self.tiles.append(tile)
+        self.spans |= joined
+        self._hull += growth
+        self._written += tile.nbytes
+        return True
+
+    def holds(self, span: _Span, at: int) -> bool:
+        """Whether the source buffer has room for ``span`` at ``at``."""
+        return at + span.size <= self._limit.source
+
+    def _fits(self, tile: _Tile, hull: int, *, shares: bool) -> bool:
+        if not shares:
+            return hull <= BLOCK and self._written + tile.nbytes <= BLOCK
+        own = max(self._hull, tile.hull)
+        return hull <= self._limit.hull and hull <= max(_USUAL_HULL, own + own // 4)
 
 
 def tasks(plan: Plan, unit: Unit, limit: Limits, *, exact: bool = False) -> Iterator[Task]:
@@ -186,47 +233,14 @@ def tasks(plan: Plan, unit: Unit, limit: Limits, *, exact: bool = False) -> Iter
     """
     tiles = [tile for t in unit.targets for tile in _tiles(plan, t, unit, limit, exact=exact)]
     tiles.sort(key=lambda tile: tile.order(plan))
-    group: list[_Tile] = []
-    spans: dict[int, _Span] = {}
+    group = _Group(limit)
     for tile in tiles:
-        joined = _joined(spans, tile.spans)
-        if group and not _fits(group, spans, joined, tile, limit):
-            yield _task(plan, group, spans, limit, exact=exact)
-            group, joined = [], dict(tile.spans)
-        group.append(tile)
-        spans = joined
-    if group:
-        yield _task(plan, group, spans, limit, exact=exact)
-
-
-def _joined(spans: dict[int, _Span], more: dict[int, _Span]) -> dict[int, _Span]:
-    out = dict(spans)
-    for source, span in more.items():
-        out[source] = out[source].joined(span) if source in out else span
-    return out
-
-
-def _fits(
-    group: Sequence[_Tile],
-    spans: dict[int, _Span],
-    joined: dict[int, _Span],
-    tile: _Tile,
-    limit: Limits,
-) -> bool:
-    """Whether ``tile`` belongs to the group: it shares source bytes, or all of it is small."""
-    hull = _bytes(joined)
-    own = max(_bytes(spans), tile.hull)
-    if hull > limit.hull or hull > max(_USUAL_HULL, own + own // 4):
-        return False
-    shares = any(
-        source in spans and span.low < spans[source].high and spans[source].low < span.high
-        for source, span in tile.spans.items()
-    )
-    return shares or hull <= BLOCK and sum(t.nbytes for t in group) + tile.nbytes <= BLOCK
-
-
-def _bytes(spans: dict[int, _Span]) -> int:
-    return sum(s.high - s.low for s in spans.values())
+        if not group.take(tile):
+            yield _task(plan, group, exact=exact)
+            group = _Group(limit)
+            group.take(tile)
+    if group.tiles:
+        yield _task(plan, group, exact=exact)
 
 
 def _tiles(plan: Plan, target: int, unit: Unit, limit: Limits, *, exact: bool) -> list[_Tile]:
@@ -268,24 +282,21 @@ def _cut(plan: Plan, target: int, total: int, low: int, high: int, step: int) ->
     return list(tiles.values())
 
 
-def _task(
-    plan: Plan, group: Sequence[_Tile], spans: dict[int, _Span], limit: Limits, *, exact: bool
-) -> Task:
+def _task(plan: Plan, group: _Group, *, exact: bool) -> Task:
     reads: list[Read] = []
     at, through, verify = 0, {}, []
-    for source in sorted(spans, key=lambda s: (plan.sources[s].file, plan.sources[s].offset)):
-        span = spans[source]
+    for source in sorted(group.spans, key=lambda s: (plan.sources[s].file, plan.sources[s].offset)):
+        span = group.spans[source]
         checked = plan.sources[source].xxh3 is not None and not exact
-        fits = at + span.high - span.low <= limit.source
-        if fits and (checked or span.dense):
-            shared = checked and any(_cuts_last_block(t, source, span.high) for t in group)
-            reads.append(Read(source, span.low, span.high - span.low, at, shared))
+        if group.holds(span, at) and (checked or span.dense):
+            shared = checked and span.high - BLOCK < span.stop < span.high
+            reads.append(Read(source, span.low, span.size, at, shared))
             through[source] = at - span.low
-            at += span.high - span.low
+            at += span.size
         elif checked:
             verify.append(source)
     outputs = []
-    for tile in sorted(group, key=lambda t: (t.target, t.start)):
+    for tile in sorted(group.tiles, key=lambda t: (t.target, t.start)):
         moves = []
         for bit in tile.bits:
             if bit.source == ZEROS:
@@ -300,11 +311,6 @@ def _task(
             moves.append(Move(piece, bit.move.dtype, bit.move.casts, fill=False))
         outputs.append(Output(tile.target, tile.start, tile.nbytes, tuple(moves)))
     return Task(tuple(reads), tuple(outputs), tuple(verify))
-
-
-def _cuts_last_block(tile: _Tile, source: int, high: int) -> bool:
-    stop = max((bit.stop for bit in tile.bits if bit.source == source), default=high)
-    return high - BLOCK < stop < high
 
 
 def _staged(bit: _Bit, at: int, reads: list[Read]) -> Piece:

@@ -20,7 +20,7 @@ _SQUARE = 64
 
 def copy(source: Buffer, out: Buffer, piece: Piece) -> None:
     """``out`` at the piece's target addresses from ``source`` at its bases, all in bytes."""
-    width = _width(source, out, piece)
+    width = _width(piece)
     shape, into, to = [], [], []
     for n, a, s in piece.digits:
         if a == 1 and s == 1:
@@ -41,9 +41,12 @@ def copy(source: Buffer, out: Buffer, piece: Piece) -> None:
         np.copyto(left, right)
 
 
-def _width(source: Buffer, out: Buffer, piece: Piece) -> int:
-    """The widest of 8, 4, 2, 1 bytes that divides every address of the copy."""
-    common = gcd(8, piece.base + _address(source), piece.target + _address(out))
+def _width(piece: Piece) -> int:
+    """The widest of 8, 4, 2, 1 bytes that divides every address of the copy.
+
+    Buffers themselves start at multiples of 16, as numpy and torch allocate them.
+    """
+    common = gcd(8, piece.base, piece.target)
     packed = False
     for n, a, s in piece.digits:
         if a == 1 and s == 1:
@@ -51,10 +54,6 @@ def _width(source: Buffer, out: Buffer, piece: Piece) -> int:
         else:
             common = gcd(common, a, s)
     return common if packed else 1
-
-
-def _address(buffer: Buffer) -> int:
-    return int(buffer.__array_interface__["data"][0])
 
 
 def _transpose(left: npt.NDArray[Any], right: npt.NDArray[Any], strides: list[int]) -> None:

@@ -33,15 +33,37 @@ class Place(NamedTuple):
     offset: int
 
 
+_SMALL_WRITE = 64 << 10
+_PENDING = 1 << 20
+
+
 class FileWriter:
-    """Targets in files that exist already."""
+    """Targets in files that exist already; small neighbours are written together."""
 
     def __init__(self, store: Store, places: Sequence[Place]) -> None:
         self._store, self._places = store, places
+        self._pending = bytearray()
+        self._url, self._offset = "", 0
 
     def write(self, target: int, start: int, view: memoryview) -> None:
         place = self._places[target]
-        self._store.write(place.url, place.offset + start, view)
+        offset = place.offset + start
+        follows = place.url == self._url and offset == self._offset + len(self._pending)
+        if not follows or len(self._pending) + len(view) > _PENDING:
+            self.flush()
+        if len(view) >= _SMALL_WRITE:
+            self.flush()
+            self._store.write(place.url, offset, view)
+            return
+        if not self._pending:
+            self._url, self._offset = place.url, offset
+        self._pending += view
+
+    def flush(self) -> None:
+        """Write what is pending."""
+        if self._pending:
+            self._store.write(self._url, self._offset, memoryview(bytes(self._pending)))
+            self._pending.clear()
 
 
 class Streamer:
@@ -70,8 +92,7 @@ class Streamer:
         """Execute one task."""
         for source in task.verify:
             self._verify_whole(source)
-        for read in task.reads:
-            self._read(read)
+        self._read(task.reads)
         for output in task.outputs:
             view = self._assemble(output)
             if self._hashing:
@@ -81,33 +102,66 @@ class Streamer:
             self._writer.write(output.target, output.start, view)
             self.bytes_written += len(view)
 
-    def _read(self, read: Read) -> None:
-        chunk = self._plan.sources[read.source]
-        view = memoryview(self._source)[read.at : read.at + read.nbytes]
+    def _read(self, reads: Sequence[Read]) -> None:
+        """Fill the source buffer, neighbours in one call, and check every whole block."""
+        wanted = [self._from_kept(read) for read in reads]
+        start = 0
+        for k in range(1, len(wanted) + 1):
+            if k == len(wanted) or not self._follows(wanted[k - 1], wanted[k]):
+                self._fetch(wanted[start:k])
+                start = k
+        for read in wanted:
+            if self._plan.sources[read.source].xxh3 is not None:
+                self._verify(read)
+        for read in reads:
+            if read.shared:
+                self._keep(read)
+
+    def _from_kept(self, read: Read) -> Read:
+        """What is left to read when its first block was kept from the task before."""
         kept = None
         if read.offset % BLOCK == 0:
             kept = self._kept.pop((read.source, read.offset // BLOCK), None)
-        done = 0
-        if kept is not None:
-            done = min(len(kept), read.nbytes)
-            view[:done] = kept[:done]
-        if done < read.nbytes:
-            self._store.read_into(chunk.file, chunk.offset + read.offset + done, view[done:])
-            self.bytes_read += read.nbytes - done
-        if chunk.xxh3 is not None and read.source not in self._verified:
-            self._verify(read.source, read.offset + done, view[done:])
-        if read.shared:
-            last = (read.offset + read.nbytes - 1) // BLOCK
-            self._kept[read.source, last] = bytes(view[last * BLOCK - read.offset :])
-            if len(self._kept) > _KEPT_BLOCKS:
-                self._kept.popitem(last=False)
+        if kept is None:
+            return read
+        done = min(len(kept), read.nbytes)
+        self._source[read.at : read.at + done] = np.frombuffer(kept, np.uint8, done)
+        return Read(read.source, read.offset + done, read.nbytes - done, read.at + done)
 
-    def _verify(self, source: int, offset: int, view: memoryview) -> None:
-        """Check the blocks that lie whole in ``view``, which starts at ``offset`` of the chunk."""
+    def _keep(self, read: Read) -> None:
+        last = (read.offset + read.nbytes - 1) // BLOCK
+        low = read.at + last * BLOCK - read.offset
+        self._kept[read.source, last] = self._source[low : read.at + read.nbytes].tobytes()
+        if len(self._kept) > _KEPT_BLOCKS:
+            self._kept.popitem(last=False)
+
+    def _follows(self, a: Read, b: Read) -> bool:
+        """Whether ``b`` continues ``a`` both in the file and in the buffer."""
+        left, right = self._plan.sources[a.source], self._plan.sources[b.source]
+        return (
+            a.at + a.nbytes == b.at
+            and left.offset + a.offset + a.nbytes == right.offset + b.offset
+            and left.file == right.file
+        )
+
+    def _fetch(self, reads: Sequence[Read]) -> None:
+        first, nbytes = reads[0], sum(read.nbytes for read in reads)
+        if not nbytes:
+            return
+        chunk = self._plan.sources[first.source]
+        view = memoryview(self._source)[first.at : first.at + nbytes]
+        self._store.read_into(chunk.file, chunk.offset + first.offset, view)
+        self.bytes_read += nbytes
+
+    def _verify(self, read: Read) -> None:
+        """Check the blocks that lie whole in what was read."""
+        if read.source not in self._verified:
+            self._check(read.source, read.offset, self._source[read.at : read.at + read.nbytes])
+
+    def _check(self, source: int, offset: int, bytes_: Buffer) -> None:
         chunk = self._plan.sources[source]
-        expected = chunk.xxh3 or ()
-        first = -(-offset // BLOCK)
-        for block in range(first, len(expected)):
+        view, expected = memoryview(bytes_), chunk.xxh3 or ()
+        for block in range(-(-offset // BLOCK), len(expected)):
             low = block * BLOCK - offset
             high = min(low + BLOCK, chunk.nbytes - offset)
             if high > len(view):
@@ -126,10 +180,10 @@ class Streamer:
             return
         chunk = self._plan.sources[source]
         for low in range(0, chunk.nbytes, BLOCK):
-            view = memoryview(self._out)[: min(BLOCK, chunk.nbytes - low)]
-            self._store.read_into(chunk.file, chunk.offset + low, view)
-            self.bytes_read += len(view)
-            self._verify(source, low, view)
+            block = self._out[: min(BLOCK, chunk.nbytes - low)]
+            self._store.read_into(chunk.file, chunk.offset + low, memoryview(block))
+            self.bytes_read += len(block)
+            self._check(source, low, block)
         self._verified.add(source)
 
     def _assemble(self, output: Output) -> memoryview:

@@ -87,7 +87,8 @@ def run(job: Job, progress: Progress) -> list[Outcome]:
 def _work(job: Job, numbers: Iterator[int], progress: Progress) -> Outcome:
     source = store_for(job.source, job.options)
     destination = store_for(job.destination, job.options)
-    streamer = Streamer(job.plan, job.limit, source, FileWriter(destination, job.places))
+    writer = FileWriter(destination, job.places)
+    streamer = Streamer(job.plan, job.limit, source, writer)
     told = 0
     try:
         for number in numbers:
@@ -95,6 +96,7 @@ def _work(job: Job, numbers: Iterator[int], progress: Progress) -> Outcome:
                 streamer.run(task)
                 progress(streamer.bytes_written - told)
                 told = streamer.bytes_written
+        writer.flush()
     finally:
         source.close()
         destination.close()
