@@ -1,15 +1,15 @@
 """A streaming checkpoint engine: tensors as expressions over stored bytes.
 
-    import d9d_ckpt
+import d9d_ckpt
 
-    ckpt = d9d_ckpt.open("Qwen3-30B-A3B")
-    d9d_ckpt.convert("Qwen3-30B-A3B", "sharded", to="sharded", layout="tp=2,pp=2")
+ckpt = d9d_ckpt.open("Qwen3-30B-A3B")
+d9d_ckpt.convert("Qwen3-30B-A3B", "sharded", to="sharded", layout="tp=2,pp=2")
 """
 
 from d9d_ckpt.api import Settings as Settings
 from d9d_ckpt.api import convert as convert
 from d9d_ckpt.api import diff as diff
-from d9d_ckpt.api import open as open  # noqa: A004
+from d9d_ckpt.api import open as open
 from d9d_ckpt.api import reshard as reshard
 from d9d_ckpt.api import verify as verify
 from d9d_ckpt.errors import CkptError as CkptError

@@ -38,7 +38,7 @@ from d9d_ckpt.run.execute import Done, Work, execute, new_save_id, together
 from d9d_ckpt.run.ranks import Ranks, open_ranks
 from d9d_ckpt.run.verify import Verified
 from d9d_ckpt.run.verify import verify as verify_opened
-from d9d_ckpt.run.workers import Progress
+from d9d_ckpt.run.workers import Progress, forking
 from d9d_ckpt.storage.opening import normalise, store_for
 from d9d_ckpt.storage.store import Options, Store, join
 from d9d_ckpt.tensors import dtype_from_torch, parse_bytes
@@ -133,7 +133,9 @@ def _uncollected() -> Iterator[None]:
             gc.enable()
 
 
-def open(url: str, *, step: int | None = None, storage_options: Options | None = None) -> Checkpoint:  # noqa: A001
+def open(
+    url: str, *, step: int | None = None, storage_options: Options | None = None
+) -> Checkpoint:
     """A checkpoint's metadata and lazy tensors.
 
     Args:
@@ -155,7 +157,9 @@ def open(url: str, *, step: int | None = None, storage_options: Options | None =
 
 
 @_uncollected()
-def convert(source: str, destination: str, *, watch: Watch | None = None, **settings: Any) -> Report:
+def convert(
+    source: str, destination: str, *, watch: Watch | None = None, **settings: Any
+) -> Report:
     """Write ``source`` to ``destination`` in another format or layout, bit for bit.
 
     Args:
@@ -178,6 +182,7 @@ def convert(source: str, destination: str, *, watch: Watch | None = None, **sett
     small = _small_files(checkpoint, selected, want)
     sink = _sink(want, selected, topology, checkpoint, small, save_id)
     arrangement = sink.arrange(plan.targets)
+    workers = _workers(want, ranks)
     store = store_for(destination, want.storage_options)
     work = Work(
         plan=plan,
@@ -186,8 +191,10 @@ def convert(source: str, destination: str, *, watch: Watch | None = None, **sett
         destination=Destination(store, destination, _superseded(store, destination)),
         source=checkpoint.opened.url,
         options=want.storage_options,
-        limit=limits(_size(want.memory)),
-        workers=_workers(want, ranks),
+        limit=limits(
+            _size(want.memory), 1 if forking(checkpoint.opened.url, destination) else workers
+        ),
+        workers=workers,
         save_id=save_id,
         small=small,
     )
@@ -197,13 +204,17 @@ def convert(source: str, destination: str, *, watch: Watch | None = None, **sett
     return _report(checkpoint, destination, want, selected, plan, done, time.monotonic() - started)
 
 
-def reshard(source: str, destination: str, *, watch: Watch | None = None, **settings: Any) -> Report:
+def reshard(
+    source: str, destination: str, *, watch: Watch | None = None, **settings: Any
+) -> Report:
     """Write a sharded checkpoint on another layout.
 
     Raises:
         CkptError: As `convert`; also when the source is not sharded.
     """
-    opened = open(source, step=settings.get("step"), storage_options=settings.get("storage_options"))
+    opened = open(
+        source, step=settings.get("step"), storage_options=settings.get("storage_options")
+    )
     if opened.format != "sharded":
         raise RequestError(f"{source}: is {opened.format}, not sharded; use convert --to sharded")
     return convert(source, destination, watch=watch, to="sharded", **settings)
@@ -323,7 +334,9 @@ def _layout_file(path: str) -> Topology:
     try:
         values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError) as error:
-        raise UsageError(f"--layout {path}: neither AXIS=NUMBER,... nor a readable YAML file: {error}") from error
+        raise UsageError(
+            f"--layout {path}: neither AXIS=NUMBER,... nor a readable YAML file: {error}"
+        ) from error
     if not isinstance(values, dict):
         raise UsageError(f"--layout {path}: must hold keys such as pp: 2")
     return layout_from(values, path)
@@ -365,19 +378,26 @@ def _selected(checkpoint: Checkpoint, want: Settings) -> Selected:
 def _by_user(checkpoint: Checkpoint, mapping: UserMapping) -> Selected:
     """The user's own graph; what it leaves out is reported."""
     made = mapping(checkpoint)
-    wrong = [name for name, t in made.items() if not isinstance(t, LazyTensor)]
+    given: Mapping[str, object] = made
+    wrong = [name for name, t in given.items() if not isinstance(t, LazyTensor)]
     if wrong or not made:
-        raise RequestError(f"--mapping must return {{name: LazyTensor}}; look at {wrong[:4] or made!r}")
+        raise RequestError(
+            f"--mapping must return {{name: LazyTensor}}; look at {wrong[:4] or made!r}"
+        )
     nodes = {name: t.node for name, t in made.items()}
     used = {id(chunk) for chunk in leaves(nodes.values())}
     entries = checkpoint.opened.catalogue.entries
-    dropped = [n for n, e in entries.items() if e.chunks and not any(id(c) in used for c in e.chunks)]
+    dropped = [
+        n for n, e in entries.items() if e.chunks and not any(id(c) in used for c in e.chunks)
+    ]
     return Selected(Mapped(nodes, {}, 0), None, "", tuple(dropped))
 
 
 def _check_destination(source: str, destination: str, want: Settings) -> None:
     if source == destination or Path(source).resolve() == Path(destination).resolve():
-        raise DestinationError(f"{destination}: source and destination are the same; write elsewhere")
+        raise DestinationError(
+            f"{destination}: source and destination are the same; write elsewhere"
+        )
     store = store_for(destination, want.storage_options)
     names = store.names(destination)
     if names and not want.overwrite:
@@ -415,7 +435,10 @@ def _small_files(checkpoint: Checkpoint, selected: Selected, want: Settings) -> 
     o = checkpoint.opened
     store = store_for(o.url, want.storage_options)
     try:
-        out = {name: store.read(join(o.url, name), 0, store.size(join(o.url, name))) for name in o.small}
+        out = {
+            name: store.read(join(o.url, name), 0, store.size(join(o.url, name)))
+            for name in o.small
+        }
     finally:
         store.close()
     if want.dtype != "keep" and "config.json" in out:
@@ -442,9 +465,9 @@ def _sink(
     small: Mapping[str, bytes],
     save_id: str,
 ) -> Sink:
-    if topology is None:
-        return HuggingFaceSink(save_id, _size(want.max_shard_size))
     o = checkpoint.opened
+    if topology is None:
+        return HuggingFaceSink(save_id, _size(want.max_shard_size), o.metadata)
     config = json.loads(small["config.json"]) if "config.json" in small else o.config
     manifest = Manifest(
         save_id=save_id,
@@ -456,7 +479,12 @@ def _sink(
         entries={},
         files={},
         values=o.values,
-        provenance={"source": o.url, "source_save_id": o.save_id, "dropped": list(selected.dropped)},
+        metadata=o.metadata,
+        provenance={
+            "source": o.url,
+            "source_save_id": o.save_id,
+            "dropped": list(selected.dropped),
+        },
     )
     return ShardedSink(manifest, {name: node.spec for name, node in selected.mapped.nodes.items()})
 
@@ -471,6 +499,8 @@ def _cores() -> int:
 
 def _workers(want: Settings, ranks: Ranks) -> int:
     if want.workers is not None:
+        if want.workers < 1:
+            raise UsageError(f"--workers {want.workers}: at least one is needed")
         return want.workers
     return _cores() if ranks.world == 1 else 1
 

@@ -63,11 +63,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _work(args: argparse.Namespace) -> None:
-    for option, issue in (("dequantize", "--dequantize"), ("resume", "--resume")):
-        if getattr(args, option, False):
-            raise UsageError(f"{issue} is not available yet")
+    for option in ("dequantize", "resume", "html"):
+        if getattr(args, option, None):
+            raise UsageError(f"--{option} is not available yet")
     if getattr(args, "codec", "none") != "none":
-        raise UsageError(f"--codec {args.codec} is not available yet; chunks are stored as they are")
+        raise UsageError(
+            f"--codec {args.codec} is not available yet; chunks are stored as they are"
+        )
     args.run(args)
 
 
@@ -116,7 +118,11 @@ def _graph(args: argparse.Namespace) -> None:
         raise UsageError("--format svg is not available yet; dot can be drawn by Graphviz")
     to = args.to
     if to is None:
-        to = "sharded" if api.open(args.src, step=args.step).format == "huggingface" else "huggingface"
+        to = (
+            "sharded"
+            if api.open(args.src, step=args.step).format == "huggingface"
+            else "huggingface"
+        )
     node, names = api.graph(args.src, args.tensor, to=to, **_settings(args))
     draw = graph.as_dot if args.format == "dot" else graph.as_text
     sys.stdout.write(draw(args.tensor, node, names) + "\n")
@@ -127,7 +133,11 @@ def _verify(args: argparse.Namespace) -> None:
     watch = None if args.quiet else progress
     try:
         result = api.verify(
-            args.url, step=args.step, workers=args.workers, storage_options=_storage(args), watch=watch
+            args.url,
+            step=args.step,
+            workers=args.workers,
+            storage_options=_storage(args),
+            watch=watch,
         )
     finally:
         if watch is not None:
@@ -139,7 +149,9 @@ def _verify(args: argparse.Namespace) -> None:
 
 
 def _diff(args: argparse.Namespace) -> None:
-    result = api.diff(args.a, args.b, rtol=args.rtol, atol=args.atol, storage_options=_storage(args))
+    result = api.diff(
+        args.a, args.b, rtol=args.rtol, atol=args.atol, storage_options=_storage(args)
+    )
     found = {"equal": result.equal, **asdict(result)}
     _print(found, outcome.compared(found), args)
     if not result.equal:
@@ -199,7 +211,9 @@ def _parser() -> argparse.ArgumentParser:
     def command(name: str, run: Any, text: str) -> argparse.ArgumentParser:
         sub = commands.add_parser(name, help=text, description=text)
         sub.set_defaults(run=run)
-        sub.add_argument("--storage-option", action="append", metavar="K=V", help="passed to fsspec")
+        sub.add_argument(
+            "--storage-option", action="append", metavar="K=V", help="passed to fsspec"
+        )
         sub.add_argument("--step", type=int, help="step of a run directory; default: the latest")
         sub.add_argument("--quiet", action="store_true", help="no progress, no report")
         sub.add_argument("--json", action="store_true", help="one JSON object on stdout")
@@ -210,6 +224,7 @@ def _parser() -> argparse.ArgumentParser:
 
     sub = command("inspect", _inspect, "What a checkpoint holds.")
     sub.add_argument("url")
+    sub.add_argument("--html", metavar="FILE", help="not available yet")
     sub.add_argument("--tensors", action="append", metavar="GLOB", help="list tensors as well")
 
     sub = command("convert", _convert, "Write a checkpoint in another format.")
@@ -223,7 +238,9 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("dst")
     _add_settings(sub)
 
-    sub = command("plan", _plan, "What a conversion would read and write, rank by rank; no data moves.")
+    sub = command(
+        "plan", _plan, "What a conversion would read and write, rank by rank; no data moves."
+    )
     sub.add_argument("src")
     sub.add_argument("--to", metavar="FORMAT", help="huggingface or sharded (default)")
     sub.add_argument("--load", action="store_true", help="what each rank would read at resume")
@@ -240,7 +257,9 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("url")
     sub.add_argument("--workers", type=int)
 
-    sub = command("diff", _diff, "Compare two checkpoints by value, whatever their formats and layouts.")
+    sub = command(
+        "diff", _diff, "Compare two checkpoints by value, whatever their formats and layouts."
+    )
     sub.add_argument("a")
     sub.add_argument("b")
     sub.add_argument("--rtol", type=float, default=0.0)
@@ -249,8 +268,12 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_settings(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument("--layout", help="pp=2,dp_shard=2,tp=2,ep=4 (missing axes are 1), or a YAML file")
-    sub.add_argument("--model", default="auto", help="family name; default: from config or manifest")
+    sub.add_argument(
+        "--layout", help="pp=2,dp_shard=2,tp=2,ep=4 (missing axes are 1), or a YAML file"
+    )
+    sub.add_argument(
+        "--model", default="auto", help="family name; default: from config or manifest"
+    )
     sub.add_argument("--mapping", metavar="WHERE", help="path.py:function, your own graph")
     sub.add_argument("--hf-experts", choices=("split", "fused"), help="of a huggingface target")
     sub.add_argument("--dtype", default="keep", help="cast floats to this torch dtype")

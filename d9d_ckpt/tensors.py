@@ -175,16 +175,16 @@ class Target(NamedTuple):
         spec: Dtype and shape of the whole tensor.
         box: The box.
         rank: The rank of the layout that stores, or holds, it.
-        index: Its position among the boxes of the tensor.
-        count: How many boxes the tensor has.
+        part: Its position among the boxes of the tensor.
+        parts: How many boxes the tensor has.
     """
 
     name: str
     spec: TensorSpec
     box: Region
     rank: int
-    index: int
-    count: int
+    part: int
+    parts: int
 
     @property
     def nbytes(self) -> int:

@@ -24,6 +24,7 @@ class Opened:
         save_id: Identity of the save.
         small: Files beside the weights that go along byte for byte.
         values: JSON state.
+        metadata: String metadata of the Hugging Face files, but for what we add.
         files: Header and small-file digests of a sharded checkpoint.
         notes: What the reader should be told: ignored files and the like.
     """
@@ -39,6 +40,7 @@ class Opened:
     save_id: str | None = None
     small: tuple[str, ...] = ()
     values: Mapping[str, Any] = field(default_factory=dict)
+    metadata: Mapping[str, str] = field(default_factory=dict)
     files: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 

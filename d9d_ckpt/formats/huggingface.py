@@ -30,7 +30,8 @@ def open_huggingface(store: Store, url: str) -> Opened:
         CorruptError: Headers, index or config contradict themselves or each other.
     """
     if url.endswith(".safetensors"):
-        return Opened(url, "huggingface", _catalogue({url: read_header(store, url)}))
+        headers = {url: read_header(store, url)}
+        return Opened(url, "huggingface", _catalogue(headers), metadata=_metadata(headers))
     names = store.names(url)
     weight_map = _index(store, url) if INDEX in names else None
     files = sorted(set(weight_map.values())) if weight_map is not None else [_single(url, names)]
@@ -46,6 +47,7 @@ def open_huggingface(store: Store, url: str) -> Opened:
         format="huggingface",
         catalogue=_catalogue(headers),
         config=config,
+        metadata=_metadata(headers),
         small=tuple(_small(store.files(url))),
         notes=(_ignored(others),) if others else (),
     )
@@ -62,7 +64,9 @@ def _index(store: Store, url: str) -> dict[str, str]:
         raise CorruptError(f"{path}: weight_map must map tensor names to files")
     for name, file in weight_map.items():
         if type(file) is not str or "/" in file or file in ("", ".", "..") or "\0" in file:
-            raise CorruptError(f"{path}: tensor {name!r} is mapped to {file!r}, which is no file name")
+            raise CorruptError(
+                f"{path}: tensor {name!r} is mapped to {file!r}, which is no file name"
+            )
     return weight_map
 
 
@@ -131,6 +135,14 @@ def _catalogue(headers: Mapping[str, Header]) -> Catalogue:
             )
             entries[name] = Entry(spec, (chunk,) if spec.nbytes else ())
     return Catalogue(entries)
+
+
+def _metadata(headers: Mapping[str, Header]) -> dict[str, str]:
+    """What the files say of themselves beyond format and checksums; of two values the last."""
+    found: dict[str, str] = {}
+    for header in headers.values():
+        found |= header.metadata
+    return {key: value for key, value in found.items() if key not in ("format", CHECKSUMS)}
 
 
 def _digests(file: str, header: Header) -> dict[str, tuple[int, ...]]:

@@ -17,10 +17,12 @@ class HuggingFaceSink:
     Attributes:
         save_id: Marks temporary names.
         max_shard_size: Bytes of tensors in a file at most, unless one tensor is larger.
+        metadata: String metadata for every file.
     """
 
     save_id: str
     max_shard_size: int
+    metadata: Mapping[str, str]
 
     def arrange(self, targets: Sequence[Target]) -> Arrangement:
         shards = self._shards(targets)
@@ -32,7 +34,10 @@ class HuggingFaceSink:
                 name = SINGLE
             members.sort(key=lambda n: -targets[n].spec.dtype.bits)
             entries = [(targets[n].name, targets[n].spec) for n in members]
-            blank = {CHECKSUMS: "0" * 16 * sum(_blocks(spec) for _, spec in entries)}
+            blank = {
+                **self.metadata,
+                CHECKSUMS: "0" * 16 * sum(_blocks(spec) for _, spec in entries),
+            }
             header, offsets = encode_header(entries, blank)
             for n, offset in zip(members, offsets, strict=True):
                 places[n] = (number, offset)
@@ -43,14 +48,15 @@ class HuggingFaceSink:
     def header(self, arrangement: Arrangement, file: int, digests: Digests) -> bytes:
         out = arrangement.files[file]
         text = "".join(to_hex(x) for n in out.targets for x in digests[n])
-        return out.header.replace(b'"' + b"0" * len(text) + b'"', f'"{text}"'.encode(), 1)
+        key = f'"{CHECKSUMS}":"'
+        return out.header.replace(f"{key}{'0' * len(text)}".encode(), f"{key}{text}".encode(), 1)
 
     def record(
         self,
         targets: Sequence[Target],
         arrangement: Arrangement,
-        digests: Digests,  # noqa: ARG002
-        small: Mapping[str, bytes],  # noqa: ARG002
+        digests: Digests,
+        small: Mapping[str, bytes],
     ) -> Record | None:
         if len(arrangement.files) == 1:
             return None

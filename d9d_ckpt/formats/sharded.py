@@ -32,6 +32,7 @@ class Manifest:
         entries: Tensors; chunk files are relative to the checkpoint.
         files: Rank files and small files: {name: (bytes, digest)}.
         values: JSON state.
+        metadata: String metadata of the Hugging Face source's files.
         provenance: Where it came from.
     """
 
@@ -44,6 +45,7 @@ class Manifest:
     entries: Mapping[str, Entry]
     files: Mapping[str, tuple[int, int]]
     values: Mapping[str, Any] = field(default_factory=dict)
+    metadata: Mapping[str, str] = field(default_factory=dict)
     provenance: Mapping[str, Any] = field(default_factory=dict)
 
     def encode(self) -> bytes:
@@ -58,6 +60,7 @@ class Manifest:
             "block": BLOCK,
             "tensors": {name: _tensor_json(entry) for name, entry in self.entries.items()},
             "values": self.values,
+            "metadata": self.metadata,
             "files": {
                 name: {"nbytes": nbytes, "header_xxh3": to_hex(xxh3)}
                 for name, (nbytes, xxh3) in self.files.items()
@@ -112,12 +115,15 @@ def open_sharded(store: Store, url: str) -> Opened:
             save_id=value["save_id"],
             small=tuple(name for name in files if "/" not in name),
             values=value["values"],
+            metadata=value["metadata"],
             files=files,
         )
     except CkptError:
         raise
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise CorruptError(f"{path}: {type(error).__name__} {error}: not a valid manifest") from error
+        raise CorruptError(
+            f"{path}: {type(error).__name__} {error}: not a valid manifest"
+        ) from error
     _check_sizes(store, url, files)
     return opened
 
@@ -147,7 +153,11 @@ def _sealed(raw: bytes, path: str) -> dict[str, Any]:
 def _files(value: Mapping[str, Any], path: str) -> dict[str, tuple[int, int]]:
     out = {}
     for name, entry in value.items():
-        if name.startswith("/") or "\0" in name or any(p in ("", ".", "..") for p in name.split("/")):
+        if (
+            name.startswith("/")
+            or "\0" in name
+            or any(p in ("", ".", "..") for p in name.split("/"))
+        ):
             raise CorruptError(f"{path}: {name!r} is no file inside the checkpoint")
         out[name] = (int(entry["nbytes"]), int(entry["header_xxh3"], 16))
     return out
@@ -172,12 +182,14 @@ def _chunk(value: Mapping[str, Any], spec: TensorSpec, urls: Mapping[str, str]) 
     if len(region.start) != len(spec.shape):
         raise ValueError(f"a chunk of {len(region.start)} dims in a tensor of {len(spec.shape)}")
     xxh3 = tuple(int(x, 16) for x in value["xxh3"])
-    return Chunk(region, urls[value["file"]], value["offset"], value["nbytes"], value["codec"], xxh3)
+    return Chunk(
+        region, urls[value["file"]], value["offset"], value["nbytes"], value["codec"], xxh3
+    )
 
 
 def _check_chunk(name: str, spec: TensorSpec, c: Chunk, size: int, path: str) -> None:
     inside = all(
-        type(a) is int and type(n) is int and 0 <= a and 0 < n and a + n <= total
+        type(a) is int and type(n) is int and a >= 0 and n > 0 and a + n <= total
         for a, n, total in zip(c.region.start, c.region.shape, spec.shape, strict=True)
     )
     if not inside:

@@ -20,8 +20,7 @@ class ShardedSink:
 
     Attributes:
         manifest: All of the manifest but tensors and files.
-        order: Names of all tensors, those without elements included.
-        specs: Their specs.
+        specs: Every tensor, those without elements included.
     """
 
     manifest: Manifest
@@ -39,9 +38,14 @@ class ShardedSink:
                 suffix = f"-{part + 1:05d}" if len(parts) > 1 else ""
                 name = f"{self.manifest.save_id}/rank-{rank:05d}{suffix}.safetensors"
                 members.sort(key=lambda n: -targets[n].spec.dtype.bits)
-                entries = [(_entry_name(t), TensorSpec(t.spec.dtype, t.box.shape)) for t in map(targets.__getitem__, members)]
+                entries = [
+                    (_entry_name(t), TensorSpec(t.spec.dtype, t.box.shape))
+                    for t in map(targets.__getitem__, members)
+                ]
                 if len({entry for entry, _ in entries}) < len(entries):
-                    raise MappingError(f"{name}: two entries would have one name; '#' in a tensor name clashes")
+                    raise MappingError(
+                        f"{name}: two entries would have one name; '#' in a tensor name clashes"
+                    )
                 header, offsets = encode_header(entries, {"save_id": self.manifest.save_id})
                 for number, offset in zip(members, offsets, strict=True):
                     places[number] = (len(files), offset)
@@ -49,7 +53,7 @@ class ShardedSink:
                 files.append(OutFile(name, name, header, end, tuple(members)))
         return Arrangement(tuple(files), tuple(places))
 
-    def header(self, arrangement: Arrangement, file: int, digests: Digests) -> bytes:  # noqa: ARG002
+    def header(self, arrangement: Arrangement, file: int, digests: Digests) -> bytes:
         return arrangement.files[file].header
 
     def record(
@@ -80,7 +84,7 @@ class ShardedSink:
 
 
 def _entry_name(target: Target) -> str:
-    return target.name if target.count == 1 else f"{target.name}#{target.index}"
+    return target.name if target.parts == 1 else f"{target.name}#{target.part}"
 
 
 def _parts(targets: Sequence[Target], numbers: Sequence[int]) -> list[list[int]]:

@@ -16,7 +16,9 @@ Reader = Callable[[Node, Region], "torch.Tensor"]
 
 
 def _unread(node: Node, region: Region) -> "torch.Tensor":
-    raise MappingError(f"{node.dtype.name} {list(region.shape)} has no checkpoint behind it to read")
+    raise MappingError(
+        f"{node.dtype.name} {list(region.shape)} has no checkpoint behind it to read"
+    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,6 +1,7 @@
 """A stored tensor as one node over the boxes that it is stored in."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 from d9d_ckpt.errors import CorruptError
@@ -80,7 +81,7 @@ def _bands(
             band += 1
         groups[bounds[band]].append(t)
     out = []
-    for start, stop in zip(bounds, bounds[1:], strict=False):
+    for start, stop in pairwise(bounds):
         part = region.narrow(dim, start - region.start[dim], stop - start)
         if sum(t.region.numel for t in groups[start]) != part.numel:
             raise _gap(name, part)

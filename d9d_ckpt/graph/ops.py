@@ -146,7 +146,11 @@ class Narrow(Node):
     def pull(self, piece: Piece) -> Iterator[tuple[int, Piece]]:
         x = self.inputs[0]
         inner = prod(x.shape[self.dim + 1 :])
-        mine, whole, shift = self.shape[self.dim] * inner, x.shape[self.dim] * inner, self.start * inner
+        mine, whole, shift = (
+            self.shape[self.dim] * inner,
+            x.shape[self.dim] * inner,
+            self.start * inner,
+        )
         if mine == whole or prod(x.shape[: self.dim]) == 1:
             yield 0, Piece(piece.base + shift, piece.target, piece.digits)
             return
@@ -167,7 +171,7 @@ class Narrow(Node):
 def narrow(x: Node, dim: int, start: int, length: int) -> Node:
     """``x[start : start + length]`` along ``dim``."""
     size = x.shape[dim]
-    if not (0 <= start and 0 <= length and start + length <= size):
+    if not (start >= 0 and length >= 0 and start + length <= size):
         raise MappingError(f"[{start}, {start + length}) is outside dim {dim} of {list(x.shape)}")
     if length == size:
         return x

@@ -18,7 +18,7 @@ from typing import NamedTuple
 class Digit(NamedTuple):
     """One loop of a piece: ``count`` steps of ``address`` on one side and ``stride`` on the other."""
 
-    count: int
+    count: int  # type: ignore[assignment] # tuple.count is not wanted here
     address: int
     stride: int
 

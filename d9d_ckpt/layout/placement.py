@@ -3,7 +3,6 @@
 Everything here is a function of shape, placement and topology, so equal tensors share the result.
 """
 
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -79,16 +78,14 @@ class Share(NamedTuple):
 
 
 def chunk(total: int, parts: int, index: int) -> tuple[int, int]:
-    """torch's chunk rule: (start, length) of piece ``index``, ceil-size pieces, the last short or empty."""
+    """(start, length) of piece ``index`` by torch's rule: ceil-size pieces, the last short or empty."""
     size = -(-total // parts)
     start = min(index * size, total)
     return start, min(size, total - start)
 
 
 @lru_cache(maxsize=4096)
-def held(
-    shape: tuple[int, ...], cut: Cut, topology: Topology
-) -> tuple[tuple[Region, ...], ...]:
+def held(shape: tuple[int, ...], cut: Cut, topology: Topology) -> tuple[tuple[Region, ...], ...]:
     """The boxes of a tensor that each (fsdp, tp) rank of its stage holds, in local row order.
 
     The local tensor is their concatenation along dim 0. Index ``fsdp_i * tp + tp_i``; replicas
@@ -135,7 +132,7 @@ def _tp_boxes(shape: tuple[int, ...], cut: Cut, topology: Topology, tp_i: int) -
 
 
 def _replicated_heads(whole: Region, heads: Heads, tp: int, tp_i: int) -> list[Region]:
-    """tp over more ranks than KV heads: a slice of the group's q heads, then its k, then its v."""
+    """Tp over more ranks than KV heads: a slice of the group's q heads, then its k, then its v."""
     groups, queries, rows = heads
     if tp % groups or groups * queries % tp:
         raise LayoutError(
@@ -176,9 +173,7 @@ def _expert_boxes(shape: tuple[int, ...], topology: Topology, flat: int) -> tupl
     efsdp_i, ep_i = divmod(flat, ep)
     experts = shape[0]
     if experts % ep:
-        raise LayoutError(
-            f"{list(shape)}: ep={ep} does not divide its {experts} experts"
-        )
+        raise LayoutError(f"{list(shape)}: ep={ep} does not divide its {experts} experts")
     local = Region.whole(shape).narrow(0, ep_i * (experts // ep), experts // ep)
     if experts // ep >= efsdp:
         return tuple(b for b in [local.narrow(0, *chunk(experts // ep, efsdp, efsdp_i))] if b.numel)

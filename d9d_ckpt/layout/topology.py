@@ -171,9 +171,7 @@ def _counts(value: object, where: str) -> tuple[int, ...]:
     return tuple(value)
 
 
-def _overrides(
-    value: object, where: str
-) -> tuple[tuple[str, tuple[tuple[str, int], ...]], ...]:
+def _overrides(value: object, where: str) -> tuple[tuple[str, tuple[tuple[str, int], ...]], ...]:
     if not isinstance(value, Mapping):
         raise UsageError(f"{where}: tensors must map globs to {{axis: dim}}")
     out = []

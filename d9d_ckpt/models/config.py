@@ -97,7 +97,9 @@ def _size(raw: Mapping[str, Any], *keys: str, default: int | None = None) -> int
         if value is None:
             continue
         if type(value) is not int or value < 1:
-            raise CorruptError(f"config.json: {key} must be a whole number above zero, not {value!r}")
+            raise CorruptError(
+                f"config.json: {key} must be a whole number above zero, not {value!r}"
+            )
         return value
     if default is None:
         raise CorruptError(f"config.json: {keys[0]} is missing")

@@ -112,9 +112,13 @@ def sparse_mlp(
         gate_name, up_name, down_name = names
         expert = f"{at}{split}.experts."
         up_sources = tuple(
-            (f"{expert}{e}.{n}.weight", (width, hidden)) for n in (gate_name, up_name) for e in range(count)
+            (f"{expert}{e}.{n}.weight", (width, hidden))
+            for n in (gate_name, up_name)
+            for e in range(count)
         )
-        down_sources = tuple((f"{expert}{e}.{down_name}.weight", (hidden, width)) for e in range(count))
+        down_sources = tuple(
+            (f"{expert}{e}.{down_name}.weight", (hidden, width)) for e in range(count)
+        )
     yield renamed(f"{at}mlp.router.weight", gate, (count, hidden), Placement(layer))
     yield Rule(
         f"{at}mlp.experts.gate_up_proj.weight",

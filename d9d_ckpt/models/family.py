@@ -138,7 +138,8 @@ def to_huggingface(
             missing.append(rule.name)
             continue
         blanks = [
-            LazyTensor(ops.leaf(name, TensorSpec(stored.dtype, shape))) for name, shape in rule.sources
+            LazyTensor(ops.leaf(name, TensorSpec(stored.dtype, shape)))
+            for name, shape in rule.sources
         ]
         forward = _built(rule, blanks)
         if forward.shape != stored.shape:
@@ -187,7 +188,11 @@ def _check_names(
             f"{name} (nearest: {', '.join(near)})" if (near := nearest(name, sources)) else name
             for name in missing[:20]
         ]
-        parts.append(_listed(f"{len(missing)} tensors that {family.name} needs are missing", lines, len(missing)))
+        parts.append(
+            _listed(
+                f"{len(missing)} tensors that {family.name} needs are missing", lines, len(missing)
+            )
+        )
     if left:
         parts.append(_listed(f"{len(left)} tensors match no rule of {family.name}", left))
         flat = [name for name in left if "_flat_param" in name]
@@ -206,5 +211,5 @@ def _listed(head: str, names: Sequence[str], total: int | None = None) -> str:
 def nearest(name: str, names: Mapping[str, Any]) -> list[str]:
     """The three existing names that share most dotted parts with ``name``."""
     parts = set(name.split("."))
-    scored = sorted(((-len(parts & set(n.split("."))), n) for n in names))
+    scored = sorted((-len(parts & set(n.split("."))), n) for n in names)
     return [n for score, n in scored[:3] if score < -1]

@@ -7,7 +7,7 @@ from d9d_ckpt.models.decoder import attention, dense_mlp, ends, norms
 from d9d_ckpt.models.family import Family, Rule
 
 
-def rules(c: ModelConfig, experts: str) -> Iterator[Rule]:  # noqa: ARG001
+def rules(c: ModelConfig, experts: str) -> Iterator[Rule]:
     """Every training tensor."""
     yield from ends(c)
     for layer in range(c.layers):

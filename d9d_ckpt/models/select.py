@@ -9,13 +9,18 @@ from d9d_ckpt.errors import MappingError, MissingError, RequestError
 from d9d_ckpt.graph import ops
 from d9d_ckpt.graph.node import Node
 from d9d_ckpt.models.config import ModelConfig
-from d9d_ckpt.models.family import Family, Mapped, nearest, placements_of, to_huggingface, to_training
+from d9d_ckpt.models.family import (
+    Family,
+    Mapped,
+    nearest,
+    placements_of,
+    to_huggingface,
+    to_training,
+)
 from d9d_ckpt.models.registry import family, family_of
 from d9d_ckpt.tensors import DType
 
-WRAPPERS = frozenset(
-    {"_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
-)
+WRAPPERS = frozenset({"_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 """Parts of names that wrappers of torch add and that name no module of a model."""
 
 _KEPT_FP32 = re.compile(r".*(inv_freq|e_score_correction_bias|_scale|_scale_inv|\.scales?)")
@@ -94,7 +99,9 @@ def select(source: Source, to: str, model: str, hf_experts: str | None, same: Sa
         return _unmapped(source, kin)
     kin = chosen(source, model)
     if kin is None:
-        raise RequestError("the source was written by a mapping of its user's; give --mapping again")
+        raise RequestError(
+            "the source was written by a mapping of its user's; give --mapping again"
+        )
     if source.config is None:
         raise RequestError(f"{kin.name} needs the sizes in config.json, which the source lacks")
     config = kin.config(source.config)
@@ -117,7 +124,7 @@ def _unmapped(source: Source, kin: Family | None) -> Selected:
         return Selected(Mapped(source.nodes, {}, 0), None, source.experts)
     config = kin.config(source.config)
     placements = placements_of(kin, config)
-    placed = {name: p for name, p in _with_slots(placements, source.nodes).items()}
+    placed = _with_slots(placements, source.nodes)
     return Selected(Mapped(source.nodes, placed, config.layers), kin.name, source.experts)
 
 
@@ -131,7 +138,9 @@ def _with_slots(placements: Mapping[str, Any], nodes: Mapping[str, Node]) -> dic
             if placement is None or fqn not in nodes:
                 continue
             if nodes[fqn].shape != nodes[name].shape:
-                placement = placement._replace(cut=placement.cut._replace(rows=False, tp=None, vocab=False, experts=False))
+                placement = placement._replace(
+                    cut=placement.cut._replace(rows=False, tp=None, vocab=False, experts=False)
+                )
             out[name] = placement
     return out
 
@@ -154,7 +163,9 @@ def _forward(source: Source, kin: Family, config: ModelConfig, same: Same) -> Se
     return Selected(to_training(kin, config, experts, kept), kin.name, experts, tuple(dropped))
 
 
-def to_names_of(a: Source, b: Source, same_a: Same, same_b: Same) -> tuple[dict[str, Node], dict[str, Node]]:
+def to_names_of(
+    a: Source, b: Source, same_a: Same, same_b: Same
+) -> tuple[dict[str, Node], dict[str, Node]]:
     """Two checkpoints of different formats by the Hugging Face names that their family gives both.
 
     Experts are compared split, whichever way either side stores them.

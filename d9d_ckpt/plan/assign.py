@@ -78,7 +78,10 @@ def _clusters(plan: Plan) -> list[list[int]]:
     order = short[np.lexsort((rows[short, FROM], rows[short, SOURCE]))]
     last_source, reach, last_target = -1, 0, -1
     sources, starts = rows[order, SOURCE].tolist(), rows[order, FROM].tolist()
-    stops, targets = (rows[order, FROM] + plan.row_hulls[order]).tolist(), rows[order, TARGET].tolist()
+    stops, targets = (
+        (rows[order, FROM] + plan.row_hulls[order]).tolist(),
+        rows[order, TARGET].tolist(),
+    )
     for source, start, stop, target in zip(sources, starts, stops, targets, strict=True):
         if source == last_source and start < reach:
             a, b = root(last_target), root(target)
@@ -95,7 +98,8 @@ def _clusters(plan: Plan) -> list[list[int]]:
 
 def split_queue(sizes: Sequence[int], workers: int) -> list[list[int]]:
     """Item numbers in ``workers`` contiguous runs of about equal bytes."""
-    total, out, done = sum(sizes), [[] for _ in range(workers)], 0
+    total, done = sum(sizes), 0
+    out: list[list[int]] = [[] for _ in range(workers)]
     for number, nbytes in enumerate(sizes):
         middle = done + nbytes / 2
         out[min(workers - 1, int(middle * workers / total)) if total else 0].append(number)

@@ -66,9 +66,8 @@ def costs(plan: Plan, world: int, limit: Limits, *, whole_blocks: bool) -> list[
                 merged = _merged(_rounded(plan, merged))
             np.add.at(read, merged[:, 0], merged[:, 3] - merged[:, 2])
             np.add.at(requests, merged[:, 0], 1)
-    buffers = limit.source + 2 * limit.tile
     return [
-        RankCost(r, int(read[r]), int(needed[r]), int(written[r]), int(requests[r]), buffers)
+        RankCost(r, int(read[r]), int(needed[r]), int(written[r]), int(requests[r]), limit.total)
         for r in range(world)
     ]
 
@@ -99,7 +98,8 @@ def _alone(plan: Plan, rows: Columns, ranks: Columns) -> npt.NDArray[np.bool_]:
     overlaps[:-1] |= overlaps[1:]
     out = np.empty(len(rows), bool)
     out[order] = ~overlaps
-    return out & ~repeats[rows[:, MOVE]]
+    alone: npt.NDArray[np.bool_] = out & ~repeats[rows[:, MOVE]]
+    return alone
 
 
 def _intervals(plan: Plan, rows: Columns, ranks: Columns) -> Columns:

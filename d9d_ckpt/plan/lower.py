@@ -86,7 +86,7 @@ class _Lowering:
         return number
 
     def _template(self, request: Request, leaves: Sequence[Leaf]) -> Columns:
-        rows = []
+        rows: list[tuple[int, int, int, int, int]] = []
         for index, box in enumerate(request.boxes):
             try:
                 copies = pushdown(request.node, box)

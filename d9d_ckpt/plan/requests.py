@@ -1,6 +1,7 @@
 """Mapped tensors and a topology to requests: which box of what is wanted, by which rank."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
 
 from d9d_ckpt.errors import LayoutError, MappingError
@@ -27,7 +28,8 @@ def stored_requests(mapped: Mapped, topology: Topology) -> list[Request]:
     for turn, (name, node) in enumerate(sorted(mapped.nodes.items())):
         first, cut, _ = place.of(name)
         itemsize = node.dtype.itemsize
-        boxes = _named(name, lambda n=node, c=cut, i=itemsize: shares(n.shape, i, c, topology))
+        with _naming(name):
+            boxes = shares(node.shape, itemsize, cut, topology)
         ranks = [first + share.owner(turn) for share in boxes if share.box.numel]
         regions = tuple(share.box for share in boxes if share.box.numel)
         out.append(Request(name, node, regions, ranks))
@@ -41,10 +43,12 @@ def held_requests(mapped: Mapped, topology: Topology) -> list[Request]:
     out = []
     for name, node in mapped.nodes.items():
         first, cut, last = place.of(name)
-        by_flat = _named(name, lambda n=node, c=cut: held(n.shape, c, topology))
+        with _naming(name):
+            by_flat = held(node.shape, cut, topology)
         stride = topology.fsdp * topology.tp
-        regions, ranks = [], []
-        for base in {first, last}:
+        regions: list[Region] = []
+        ranks: list[int] = []
+        for base in dict.fromkeys((first, last)):
             for replica in range(topology.dp_replicate):
                 for flat, boxes in enumerate(by_flat):
                     regions += boxes
@@ -53,9 +57,11 @@ def held_requests(mapped: Mapped, topology: Topology) -> list[Request]:
     return out
 
 
-def _named(name, compute):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+@contextmanager
+def _naming(name: str) -> Iterator[None]:
+    """Refusals of the layout know shapes; the reader wants the tensor as well."""
     try:
-        return compute()
+        yield
     except LayoutError as error:
         raise LayoutError(f"tensor {name!r} {error}") from error
 
@@ -114,7 +120,9 @@ class _Placing:
             if not any(fnmatchcase(name, glob) for name in mapped.nodes):
                 raise MappingError(f"layout: tensors[{glob!r}] matches no tensor")
             if dict(dims).get("pp", 0) >= self._topology.pp:
-                raise LayoutError(f"layout: tensors[{glob!r}] names a stage beyond pp={self._topology.pp}")
+                raise LayoutError(
+                    f"layout: tensors[{glob!r}] names a stage beyond pp={self._topology.pp}"
+                )
 
 
 def _cut(name: str, dims: Mapping[str, int]) -> Cut:

@@ -1,7 +1,8 @@
 """A unit of work as tasks: bounded reads, the copies between buffers, whole checksum blocks written."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -18,8 +19,14 @@ _LARGEST_HULL = 32 << 20
 _USUAL_HULL = 8 << 20
 """Source bytes that a task grows to by taking in neighbours; more would leave the caches."""
 
+_MOST_KEPT = 16
+
 _DENSE = 0.98
 """A stretch is read through when this share of it is wanted."""
+
+_STRAIGHT_BYTES = 64 << 10
+_STRAIGHT_RUN = 2 << 10
+"""From these sizes a scattering read costs less than a read and a copy."""
 
 ZEROS = -1
 
@@ -46,13 +53,26 @@ class Move(NamedTuple):
     fill: bool
 
 
+class Scatter(NamedTuple):
+    """Bytes that lie together in a source chunk and go straight to their places in an output.
+
+    The piece's addresses count from ``offset``.
+    """
+
+    source: int
+    offset: int
+    nbytes: int
+    piece: Piece
+
+
 class Output(NamedTuple):
-    """Whole blocks of one target: where they start in it, and the moves that make them."""
+    """Whole blocks of one target: where they start in it, and the moves and reads that make them."""
 
     target: int
     start: int
     nbytes: int
     moves: tuple[Move, ...]
+    direct: tuple[Scatter, ...] = ()
 
 
 class Task(NamedTuple):
@@ -77,11 +97,18 @@ class Limits:
         hull: Source bytes of one task, before rounding to blocks.
         source: Bytes of the source buffer.
         tile: Bytes of one output at most.
+        kept: Verified blocks that may be kept for the next task.
     """
 
     hull: int
     source: int
     tile: int
+    kept: int
+
+    @property
+    def total(self) -> int:
+        """All of it, pending small writes included."""
+        return self.source + 2 * self.tile + (self.kept + 1) * BLOCK
 
 
 def limits(memory: int, threads: int = 1) -> Limits:
@@ -98,7 +125,9 @@ def limits(memory: int, threads: int = 1) -> Limits:
             f"threads; at least {format_bytes(least)} each is needed"
         )
     hull = min(_LARGEST_HULL, each // 2 - 2 * BLOCK) // BLOCK * BLOCK
-    return Limits(hull=hull, source=hull + 2 * BLOCK, tile=max(BLOCK, hull // 2 // BLOCK * BLOCK))
+    source, tile = hull + 2 * BLOCK, max(BLOCK, hull // 2 // BLOCK * BLOCK)
+    kept = min(_MOST_KEPT, (each - source - 2 * tile) // BLOCK - 1)
+    return Limits(hull=hull, source=source, tile=tile, kept=kept)
 
 
 class _Bit(NamedTuple):
@@ -120,6 +149,15 @@ class _Bit(NamedTuple):
     @property
     def stop(self) -> int:
         return self.piece.base + self.piece.reach + self.item
+
+    @property
+    def straight(self) -> bool:
+        """Whether it can be read to its place: together at the source, in long runs at the target."""
+        if self.move.casts or self.nbytes < _STRAIGHT_BYTES:
+            return False
+        inner = self.piece.digits[-1]
+        long = inner.stride == 1 and inner.address == 1 and inner.count >= _STRAIGHT_RUN
+        return long and self.stop - self.piece.base == self.nbytes
 
 
 @dataclass(slots=True)
@@ -199,7 +237,7 @@ class _Group:
                 joined[source] = span
                 growth += span.size
             else:
-                shares = shares or span.low < known.high and known.low < span.high
+                shares = shares or (span.low < known.high and known.low < span.high)
                 joined[source] = known.joined(span)
                 growth += joined[source].size - known.size
         if self.tiles and not self._fits(tile, self._hull + growth, shares=shares):
@@ -264,9 +302,9 @@ def _tiles(plan: Plan, target: int, unit: Unit, limit: Limits, *, exact: bool) -
 def _cut(plan: Plan, target: int, total: int, low: int, high: int, step: int) -> list[_Tile]:
     if low >= high:
         return []
-    edges = list(range(low, high, step)) + [high]
+    edges = [*range(low, high, step), high]
     bounds = sorted({0, *edges, total})
-    tiles = {a: _Tile(target, a, b - a) for a, b in zip(edges, edges[1:], strict=False)}
+    tiles = {a: _Tile(target, a, b - a) for a, b in pairwise(edges)}
     for row in plan.rows[plan.starts[target] : plan.starts[target + 1]].tolist():
         move = plan.movements[row[MOVE]]
         digits = move.digits
@@ -285,7 +323,10 @@ def _cut(plan: Plan, target: int, total: int, low: int, high: int, step: int) ->
 def _task(plan: Plan, group: _Group, *, exact: bool) -> Task:
     reads: list[Read] = []
     at, through, verify = 0, {}, []
+    straight = _straight(plan, group)
     for source in sorted(group.spans, key=lambda s: (plan.sources[s].file, plan.sources[s].offset)):
+        if source in straight:
+            continue
         span = group.spans[source]
         checked = plan.sources[source].xxh3 is not None and not exact
         if group.holds(span, at) and (checked or span.dense):
@@ -297,8 +338,12 @@ def _task(plan: Plan, group: _Group, *, exact: bool) -> Task:
             verify.append(source)
     outputs = []
     for tile in sorted(group.tiles, key=lambda t: (t.target, t.start)):
-        moves = []
+        moves, direct = [], []
         for bit in tile.bits:
+            if bit.source in straight:
+                piece = Piece(0, bit.piece.target, bit.piece.digits)
+                direct.append(Scatter(bit.source, bit.piece.base, bit.nbytes, piece))
+                continue
             if bit.source == ZEROS:
                 moves.append(Move(bit.piece, bit.move.dtype, (), fill=True))
                 continue
@@ -309,8 +354,18 @@ def _task(plan: Plan, group: _Group, *, exact: bool) -> Task:
                 piece = _staged(bit, at, reads)
                 at += bit.nbytes
             moves.append(Move(piece, bit.move.dtype, bit.move.casts, fill=False))
-        outputs.append(Output(tile.target, tile.start, tile.nbytes, tuple(moves)))
+        outputs.append(Output(tile.target, tile.start, tile.nbytes, tuple(moves), tuple(direct)))
     return Task(tuple(reads), tuple(outputs), tuple(verify))
+
+
+def _straight(plan: Plan, group: _Group) -> set[int]:
+    """Sources of the group that need no buffer: no checksums to verify, every bit a straight one."""
+    out = {source for source in group.spans if plan.sources[source].xxh3 is None}
+    for tile in group.tiles:
+        for bit in tile.bits:
+            if bit.source in out and not bit.straight:
+                out.discard(bit.source)
+    return out
 
 
 def _staged(bit: _Bit, at: int, reads: list[Read]) -> Piece:

@@ -11,11 +11,12 @@ _SHOWN = 16
 def converted(r: Mapping[str, Any]) -> str:
     """The last lines of a convert or reshard."""
     rate = r["bytes_written"] / max(r["seconds"], 1e-9)
-    lines = [
+    summary = (
         f"wrote {r['tensors']:,} tensors, {format_bytes(r['bytes_written'])}, to {r['destination']} "
         f"({r['format']}) in {r['seconds']:.1f} s: {format_bytes(rate)}/s, {r['ranks']} processes, "
         f"peak {format_bytes(r['peak_rss'])} each"
-    ]
+    )
+    lines = [summary]
     if r["dtypes_in"] != r["dtypes_out"]:
         lines.append(f"dtypes: {_sizes(r['dtypes_in'])} -> {_sizes(r['dtypes_out'])}")
     lines.extend(_listed("kept in their dtype", r["kept_fp32"]))
@@ -37,10 +38,13 @@ def _listed(what: str, names: Any) -> list[str]:
 
 def planned(r: Mapping[str, Any]) -> str:
     """A plan as a table of its ranks."""
-    lines = [
+    summary = (
         f"{r['tensors']:,} tensors, {r['copies']:,} copies; reads {format_bytes(r['bytes_read'])} of "
         f"{format_bytes(r['bytes_source'])}, amplification {r['read_amplification']:.4f}; planned in "
-        f"{r['seconds_to_plan']:.2f} s",
+        f"{r['seconds_to_plan']:.2f} s"
+    )
+    lines = [
+        summary,
         f"{'rank':>6} {'reads':>12} {'writes':>12} {'requests':>10} {'buffers':>10}",
     ]
     ranks = r["ranks"]

@@ -41,7 +41,9 @@ class Progress:
         )
         if self._bar:
             filled = int(share * _WIDTH)
-            sys.stderr.write(f"\r\033[K[{'#' * filled}{'.' * (_WIDTH - filled)}] {share:4.0%} {text}")
+            sys.stderr.write(
+                f"\r\033[K[{'#' * filled}{'.' * (_WIDTH - filled)}] {share:4.0%} {text}"
+            )
         else:
             sys.stderr.write(f"{share:4.0%} {text}\n")
         sys.stderr.flush()

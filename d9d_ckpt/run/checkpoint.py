@@ -70,10 +70,10 @@ class Reader:
         return streamer.bytes_read
 
     def __call__(self, node: Node, region: Region) -> "torch.Tensor":
-        torch: Any = importlib.import_module("torch")
-        tensor = torch.empty(region.shape, dtype=getattr(torch, node.dtype.torch))
+        torch_: Any = importlib.import_module("torch")
+        tensor: torch.Tensor = torch_.empty(region.shape, dtype=getattr(torch_, node.dtype.torch))
         if region.numel:
-            self.read_into(node, region, tensor.reshape(-1).view(torch.uint8).numpy())
+            self.read_into(node, region, tensor.reshape(-1).view(torch_.uint8).numpy())
         return tensor
 
 

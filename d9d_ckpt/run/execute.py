@@ -97,7 +97,9 @@ def together(ranks: Ranks, compute: Callable[[], T], mark: Callable[[T], str]) -
     if ranks.world > 1:
         own = mark(value)
         if any(other != own for other in ranks.gather(own)):
-            raise StorageError("ranks have made different plans; do all of them see the same source?")
+            raise StorageError(
+                "ranks have made different plans; do all of them see the same source?"
+            )
     return value
 
 
@@ -179,11 +181,11 @@ def _joined(plan: Plan, outcomes: Sequence[Outcome]) -> Digests:
             for first, values in parts:
                 blank[target][first : first + len(values)] = values
     out = []
-    for target, values in zip(plan.targets, blank, strict=True):
-        filled = tuple(v for v in values if v is not None)
-        if len(filled) != len(values) or len(values) != -(-target.nbytes // BLOCK):
+    for box, found in zip(plan.targets, blank, strict=True):
+        filled = tuple(v for v in found if v is not None)
+        if len(filled) != -(-box.nbytes // BLOCK):
             raise StorageError(
-                f"tensor {target.name!r}: {len(filled)} of {-(-target.nbytes // BLOCK)} blocks were "
+                f"tensor {box.name!r}: {len(filled)} of {-(-box.nbytes // BLOCK)} blocks were "
                 "written; nothing is committed"
             )
         out.append(filled)

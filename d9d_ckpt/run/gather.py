@@ -12,7 +12,12 @@ from d9d_ckpt.tensors import DType
 
 Buffer = npt.NDArray[np.uint8]
 
-_LANES = {1: np.dtype(np.uint8), 2: np.dtype(np.uint16), 4: np.dtype(np.uint32), 8: np.dtype(np.uint64)}
+_LANES: dict[int, np.dtype[Any]] = {
+    1: np.dtype(np.uint8),
+    2: np.dtype(np.uint16),
+    4: np.dtype(np.uint32),
+    8: np.dtype(np.uint64),
+}
 
 _SQUARE = 64
 """Side of the blocks of a transposing copy: 64 x 64 x 2 bytes of both sides stay in the L1 cache."""

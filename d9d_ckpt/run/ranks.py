@@ -101,7 +101,11 @@ class LaunchedRanks:
         """The value under ``key``, for as long as ``rank`` shows signs of life."""
         beat, since = b"", time.monotonic()
         while not self._store.check([key]):
-            now = self._store.get(f"d9d/beat/{rank}") if self._store.check([f"d9d/beat/{rank}"]) else b""
+            now = (
+                self._store.get(f"d9d/beat/{rank}")
+                if self._store.check([f"d9d/beat/{rank}"])
+                else b""
+            )
             if now != beat:
                 beat, since = now, time.monotonic()
             if time.monotonic() - since > _SILENCE:

@@ -8,14 +8,12 @@ import numpy as np
 
 from d9d_ckpt.codecs.checksum import block_digests, digest, to_hex
 from d9d_ckpt.errors import CorruptError
+from d9d_ckpt.graph.pieces import Piece
 from d9d_ckpt.plan.plan import Plan
-from d9d_ckpt.plan.schedule import Limits, Move, Output, Read, Task
+from d9d_ckpt.plan.schedule import Limits, Move, Output, Read, Scatter, Task
 from d9d_ckpt.run.gather import Buffer, cast, copy
 from d9d_ckpt.storage.store import Store
 from d9d_ckpt.tensors import BLOCK
-
-_KEPT_BLOCKS = 16
-"""Verified blocks kept because the next task wants the rest of them."""
 
 
 class Writer(Protocol):
@@ -32,6 +30,9 @@ class Place(NamedTuple):
     url: str
     offset: int
 
+
+_KEPT_VIEWS = 256
+"""Places of scattering reads kept: tiles repeat a few of them."""
 
 _SMALL_WRITE = 64 << 10
 _PENDING = 1 << 20
@@ -62,7 +63,8 @@ class FileWriter:
     def flush(self) -> None:
         """Write what is pending."""
         if self._pending:
-            self._store.write(self._url, self._offset, memoryview(bytes(self._pending)))
+            with memoryview(self._pending) as view:
+                self._store.write(self._url, self._offset, view)
             self._pending.clear()
 
 
@@ -82,11 +84,13 @@ class Streamer:
         self.bytes_read = 0
         self.bytes_written = 0
         self._hashing = digests
+        self._most_kept = limit.kept
         self._plan, self._store, self._writer = plan, store, writer
         self._source: Buffer = np.empty(limit.source + limit.tile, np.uint8)
         self._out: Buffer = np.empty(limit.tile, np.uint8)
         self._kept: OrderedDict[tuple[int, int], bytes] = OrderedDict()
         self._verified: set[int] = set()
+        self._views: dict[Piece, list[memoryview]] = {}
 
     def run(self, task: Task) -> None:
         """Execute one task."""
@@ -132,7 +136,7 @@ class Streamer:
         last = (read.offset + read.nbytes - 1) // BLOCK
         low = read.at + last * BLOCK - read.offset
         self._kept[read.source, last] = self._source[low : read.at + read.nbytes].tobytes()
-        if len(self._kept) > _KEPT_BLOCKS:
+        if len(self._kept) > self._most_kept:
             self._kept.popitem(last=False)
 
     def _follows(self, a: Read, b: Read) -> bool:
@@ -149,8 +153,8 @@ class Streamer:
         if not nbytes:
             return
         chunk = self._plan.sources[first.source]
-        view = memoryview(self._source)[first.at : first.at + nbytes]
-        self._store.read_into(chunk.file, chunk.offset + first.offset, view)
+        view = self._source[first.at : first.at + nbytes].data
+        self._store.read_into(chunk.file, chunk.offset + first.offset, [view])
         self.bytes_read += nbytes
 
     def _verify(self, read: Read) -> None:
@@ -160,7 +164,7 @@ class Streamer:
 
     def _check(self, source: int, offset: int, bytes_: Buffer) -> None:
         chunk = self._plan.sources[source]
-        view, expected = memoryview(bytes_), chunk.xxh3 or ()
+        view, expected = bytes_.data, chunk.xxh3 or ()
         for block in range(-(-offset // BLOCK), len(expected)):
             low = block * BLOCK - offset
             high = min(low + BLOCK, chunk.nbytes - offset)
@@ -181,17 +185,30 @@ class Streamer:
         chunk = self._plan.sources[source]
         for low in range(0, chunk.nbytes, BLOCK):
             block = self._out[: min(BLOCK, chunk.nbytes - low)]
-            self._store.read_into(chunk.file, chunk.offset + low, memoryview(block))
+            self._store.read_into(chunk.file, chunk.offset + low, [block.data])
             self.bytes_read += len(block)
             self._check(source, low, block)
         self._verified.add(source)
+
+    def _scatter(self, scatter: Scatter) -> None:
+        """Read straight to the places in the output buffer."""
+        chunk = self._plan.sources[scatter.source]
+        views = self._views.get(scatter.piece)
+        if views is None:
+            if len(self._views) >= _KEPT_VIEWS:
+                self._views.clear()
+            views = self._views[scatter.piece] = _runs(self._out, scatter.piece)
+        self._store.read_into(chunk.file, chunk.offset + scatter.offset, views)
+        self.bytes_read += scatter.nbytes
 
     def _assemble(self, output: Output) -> memoryview:
         """The output's bytes: straight from the source buffer where they lie there in order."""
         if len(output.moves) == 1 and _is_plain(output.moves[0], output.nbytes):
             base = output.moves[0].piece.base
-            return memoryview(self._source)[base : base + output.nbytes]
+            return self._source[base : base + output.nbytes].data
         out = self._out[: output.nbytes]
+        for scatter in output.direct:
+            self._scatter(scatter)
         if any(move.fill for move in output.moves):
             out.fill(0)
         for move in output.moves:
@@ -201,14 +218,18 @@ class Streamer:
                 cast(self._source, out, move.piece, move.dtype, move.casts)
             else:
                 copy(self._source, out, move.piece)
-        return memoryview(out)
+        return out.data
+
+
+def _runs(out: Buffer, piece: Piece) -> list[memoryview]:
+    """The contiguous runs of the piece's targets, in the order of their addresses."""
+    *outer, inner = sorted(piece.digits, key=lambda d: -d.address)
+    starts = [piece.target]
+    for d in outer:
+        starts = [start + k * d.stride for start in starts for k in range(d.count)]
+    return [out[start : start + inner.count].data for start in starts]
 
 
 def _is_plain(move: Move, nbytes: int) -> bool:
     digits = move.piece.digits
-    return (
-        not move.fill
-        and not move.casts
-        and len(digits) == 1
-        and digits[0] == (nbytes, 1, 1)
-    )
+    return not move.fill and not move.casts and len(digits) == 1 and digits[0] == (nbytes, 1, 1)

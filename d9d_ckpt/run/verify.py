@@ -64,7 +64,9 @@ def verify(opened: Opened, options: Options, workers: int, progress: Progress) -
     damaged = _files(opened, options)
     shares = [pairs[k::workers] for k in range(workers)]
     with ThreadPoolExecutor(workers) as pool:
-        for found in pool.map(_chunks, shares, repeat(opened.url), repeat(options), repeat(progress)):
+        for found in pool.map(
+            _chunks, shares, repeat(opened.url), repeat(options), repeat(progress)
+        ):
             damaged += found
     return Verified(sum(c.nbytes for _, c in pairs), len(pairs), tuple(damaged))
 
@@ -91,7 +93,7 @@ def _chunks(
             expected = chunk.xxh3 or ()
             for low in range(0, chunk.nbytes, _SPAN):
                 view = buffer[: min(_SPAN, chunk.nbytes - low)]
-                store.read_into(chunk.file, chunk.offset + low, view)
+                store.read_into(chunk.file, chunk.offset + low, [view])
                 for block, found in _digests(view, low // BLOCK):
                     if found != expected[block]:
                         where = f"{name} at byte {chunk.offset + block * BLOCK}"

@@ -79,9 +79,14 @@ def run(job: Job, progress: Progress) -> list[Outcome]:
     if len(job.queues) == 1:
         queue = iter(job.queues[0])
         return [_work(job, queue, progress)]
-    if is_local(job.source) and is_local(job.destination) and threading.active_count() == 1:
+    if forking(job.source, job.destination):
         return _Processes(job, progress).run()
     return _run_threads(job, progress)
+
+
+def forking(source: str, destination: str) -> bool:
+    """Whether local workers are processes; clients of other stores and threads do not survive a fork."""
+    return is_local(source) and is_local(destination) and threading.active_count() == 1
 
 
 def _work(job: Job, numbers: Iterator[int], progress: Progress) -> Outcome:

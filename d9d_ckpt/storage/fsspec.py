@@ -1,5 +1,6 @@
 """Everything that is not a local path, through fsspec; its only importer."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import fsspec
@@ -23,7 +24,9 @@ class FsspecStore:
 
     def names(self, url: str) -> list[str]:
         try:
-            found = self._call("list", url, self._fs.ls, self._path(url), detail=False, refresh=True)
+            found = self._call(
+                "list", url, self._fs.ls, self._path(url), detail=False, refresh=True
+            )
         except MissingError:
             return []
         return sorted(path.rstrip("/").rsplit("/", 1)[-1] for path in found)
@@ -41,7 +44,9 @@ class FsspecStore:
         if not nbytes:
             return b""
         path = self._path(url)
-        data: bytes = self._call("read", url, self._fs.cat_file, path, start=offset, end=offset + nbytes)
+        data: bytes = self._call(
+            "read", url, self._fs.cat_file, path, start=offset, end=offset + nbytes
+        )
         if len(data) != nbytes:
             raise CorruptError(
                 f"{url}: ends at byte {offset + len(data)}, expected at least {offset + nbytes}; it was "
@@ -49,16 +54,19 @@ class FsspecStore:
             )
         return data
 
-    def read_into(self, url: str, offset: int, view: memoryview) -> None:
-        view[:] = self.read(url, offset, len(view))
+    def read_into(self, url: str, offset: int, views: Sequence[memoryview]) -> None:
+        data = memoryview(self.read(url, offset, sum(map(len, views))))
+        for view in views:
+            view[:] = data[: len(view)]
+            data = data[len(view) :]
 
-    def create(self, url: str, nbytes: int) -> None:  # noqa: ARG002
+    def create(self, url: str, nbytes: int) -> None:
         raise self._read_only(url)
 
-    def write(self, url: str, offset: int, view: memoryview) -> None:  # noqa: ARG002
+    def write(self, url: str, offset: int, view: memoryview) -> None:
         raise self._read_only(url)
 
-    def claim(self, url: str, content: bytes) -> bool:  # noqa: ARG002
+    def claim(self, url: str, content: bytes) -> bool:
         raise self._read_only(url)
 
     def remove_empty(self, url: str) -> None:
@@ -70,13 +78,13 @@ class FsspecStore:
     def sync(self, url: str) -> None:
         raise self._read_only(url)
 
-    def publish(self, url: str, new: str) -> None:  # noqa: ARG002
+    def publish(self, url: str, new: str) -> None:
         raise self._read_only(url)
 
     def delete(self, url: str) -> None:
         raise self._read_only(url)
 
-    def free(self, url: str) -> int | None:  # noqa: ARG002
+    def free(self, url: str) -> int | None:
         return None
 
     def close(self) -> None:

@@ -3,18 +3,18 @@
 import os
 import shutil
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from d9d_ckpt.errors import CorruptError, MissingError, StorageError
+from d9d_ckpt.errors import CkptError, CorruptError, MissingError, StorageError
 from d9d_ckpt.tensors import format_bytes
 
 _OPEN_FILES = 128
 """Descriptors kept per store: far below the usual limit of 1,024, far above the files in flight."""
 
-_SLICE = 1 << 30
-"""Bytes per system call; the kernel cuts reads and writes at 2 GiB anyway."""
+_VECTORS = 1024
+"""Buffers per system call (IOV_MAX)."""
 
 
 class LocalStore:
@@ -40,21 +40,16 @@ class LocalStore:
 
     def read(self, url: str, offset: int, nbytes: int) -> bytes:
         out = bytearray(nbytes)
-        self.read_into(url, offset, memoryview(out))
+        self.read_into(url, offset, [memoryview(out)])
         return bytes(out)
 
-    def read_into(self, url: str, offset: int, view: memoryview) -> None:
-        with _translated("read", url):
+    def read_into(self, url: str, offset: int, views: Sequence[memoryview]) -> None:
+        try:
             fd = self._descriptor(url, os.O_RDONLY)
-            done = 0
-            while done < len(view):
-                got = os.preadv(fd, [view[done : done + _SLICE]], offset + done)
-                if not got:
-                    raise CorruptError(
-                        f"{url}: ends at byte {offset + done}, expected at least "
-                        f"{offset + len(view)}; it was cut short: fetch or write it again"
-                    )
-                done += got
+            for first in range(0, len(views), _VECTORS):
+                offset = _fill(fd, views[first : first + _VECTORS], offset, url)
+        except OSError as error:
+            raise _translate(error, "read", url) from error
 
     def create(self, url: str, nbytes: int) -> None:
         with _translated("create", url):
@@ -66,11 +61,13 @@ class LocalStore:
                 os.close(fd)
 
     def write(self, url: str, offset: int, view: memoryview) -> None:
-        with _translated("write", url):
+        try:
             fd = self._descriptor(url, os.O_WRONLY)
             done = 0
             while done < len(view):
-                done += os.pwrite(fd, view[done : done + _SLICE], offset + done)
+                done += os.pwrite(fd, view[done:], offset + done)
+        except OSError as error:
+            raise _translate(error, "write", url) from error
 
     def claim(self, url: str, content: bytes) -> bool:
         with _translated("create", url):
@@ -150,18 +147,39 @@ def _keep_mode(url: str, new: str) -> None:
     Path(url).chmod(mode)
 
 
+def _fill(fd: int, views: Sequence[memoryview], offset: int, url: str) -> int:
+    """Read until every view is full; the offset after the last byte."""
+    left = list(views)
+    wanted = offset + sum(map(len, left))
+    while offset < wanted:
+        got = os.preadv(fd, left, offset)
+        if not got:
+            raise CorruptError(
+                f"{url}: ends at byte {offset}, expected at least {wanted}; it was cut short: fetch or "
+                "write it again"
+            )
+        offset += got
+        if offset < wanted:
+            while got >= len(left[0]):
+                got -= len(left.pop(0))
+            left[0] = left[0][got:]
+    return offset
+
+
 @contextmanager
 def _translated(operation: str, url: str) -> Iterator[None]:
     try:
         yield
-    except FileNotFoundError as error:
-        if isinstance(error, MissingError):
-            raise
-        raise MissingError(f"{url}: no such file") from error
     except OSError as error:
-        if isinstance(error, StorageError):
-            raise
-        raise StorageError(f"{operation} {url}: {_reason(error, url)}") from error
+        raise _translate(error, operation, url) from error
+
+
+def _translate(error: OSError, operation: str, url: str) -> Exception:
+    if isinstance(error, CkptError):
+        return error
+    if isinstance(error, FileNotFoundError):
+        return MissingError(f"{url}: no such file")
+    return StorageError(f"{operation} {url}: {_reason(error, url)}")
 
 
 def _reason(error: OSError, url: str) -> str:

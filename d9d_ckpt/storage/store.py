@@ -1,6 +1,6 @@
 """The Store protocol and what URLs have in common."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 
@@ -27,8 +27,8 @@ class Store(Protocol):
         """Exactly ``nbytes`` bytes from ``offset``."""
         ...
 
-    def read_into(self, url: str, offset: int, view: memoryview) -> None:
-        """Fill ``view`` from ``offset``."""
+    def read_into(self, url: str, offset: int, views: Sequence[memoryview]) -> None:
+        """Fill ``views``, one after the other, from ``offset``."""
         ...
 
     def create(self, url: str, nbytes: int) -> None:

@@ -106,7 +106,11 @@ F11 = {
     "alias": ({"a": entry(), "b": entry()}, 4, "overlaps the tensor before it"),
     "hole": ({"a": entry(), "b": entry(offsets=(8, 12))}, 12, "leaves a hole before it"),
     "byte count": ({"a": entry("F32", (2,), (0, 4))}, 4, "needs 8 bytes, data_offsets hold 4"),
-    "huge shape": ({"a": entry("F32", (2**40, 2**40), (0, 4))}, 4, "[1099511627776, 1099511627776]"),
+    "huge shape": (
+        {"a": entry("F32", (2**40, 2**40), (0, 4))},
+        4,
+        "[1099511627776, 1099511627776]",
+    ),
     "huge empty": ({"a": entry("F32", (2**40, 2**40, 0), (0, 0))}, 0, "shape"),
     "half a byte": ({"a": entry("F4", (3,), (0, 2))}, 2, "F4"),
     "negative dim": ({"a": entry("F32", (-1,), (0, 4))}, 4, r"no valid shape"),
