@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -44,8 +44,8 @@ from d9d_ckpt.storage.store import Options, Store, join
 from d9d_ckpt.tensors import dtype_from_torch, parse_bytes
 
 UserMapping = Callable[[Checkpoint], Mapping[str, LazyTensor]]
-Watch = Callable[[int, int], None]
-"""Called with (bytes written since the last call, bytes in all)."""
+Watch = Callable[[int, int, int, int], None]
+"""Called with bytes and chunks done since the last call, and bytes and chunks in all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +66,7 @@ class Settings:
         overwrite: Replace a complete destination, once the new one is complete.
         storage_options: Passed to fsspec.
         step: Which step of a run directory.
+        only_sharded: Refuse a source of another format.
     """
 
     to: str = "sharded"
@@ -81,6 +82,16 @@ class Settings:
     overwrite: bool = False
     storage_options: Options = field(default_factory=dict)
     step: int | None = None
+    only_sharded: bool = False
+
+
+class Planned(NamedTuple):
+    """A request that has been understood, with nothing done yet."""
+
+    checkpoint: Checkpoint
+    selected: Selected
+    plan: Plan
+    topology: Topology | None
 
 
 @dataclass(frozen=True)
@@ -156,7 +167,6 @@ def open(
         store.close()
 
 
-@_uncollected()
 def convert(
     source: str, destination: str, *, watch: Watch | None = None, **settings: Any
 ) -> Report:
@@ -171,37 +181,7 @@ def convert(
     Raises:
         CkptError: What is wrong, and nothing partial is left behind.
     """
-    want = Settings(**settings)
-    started = time.monotonic()
-    ranks = open_ranks()
-    destination = normalise(destination)
-    checkpoint, selected, plan, topology = together(
-        ranks, lambda: _planned(source, destination, want), _mark
-    )
-    save_id = ranks.broadcast(new_save_id())
-    small = _small_files(checkpoint, selected, want)
-    sink = _sink(want, selected, topology, checkpoint, small, save_id)
-    arrangement = sink.arrange(plan.targets)
-    workers = _workers(want, ranks)
-    store = store_for(destination, want.storage_options)
-    work = Work(
-        plan=plan,
-        sink=sink,
-        arrangement=arrangement,
-        destination=Destination(store, destination, _superseded(store, destination)),
-        source=checkpoint.opened.url,
-        options=want.storage_options,
-        limit=limits(
-            _size(want.memory), 1 if forking(checkpoint.opened.url, destination) else workers
-        ),
-        workers=workers,
-        save_id=save_id,
-        small=small,
-    )
-    done = execute(work, ranks, _progress(watch, plan.bytes_written))
-    if want.verify and ranks.rank == 0:
-        _read_back(destination, want)
-    return _report(checkpoint, destination, want, selected, plan, done, time.monotonic() - started)
+    return _written(source, normalise(destination), Settings(**settings), watch)
 
 
 def reshard(
@@ -212,12 +192,22 @@ def reshard(
     Raises:
         CkptError: As `convert`; also when the source is not sharded.
     """
-    opened = open(
-        source, step=settings.get("step"), storage_options=settings.get("storage_options")
-    )
-    if opened.format != "sharded":
-        raise RequestError(f"{source}: is {opened.format}, not sharded; use convert --to sharded")
-    return convert(source, destination, watch=watch, to="sharded", **settings)
+    want = Settings(**settings, to="sharded", only_sharded=True)
+    return _written(source, normalise(destination), want, watch)
+
+
+@_uncollected()
+def _written(source: str, destination: str, want: Settings, watch: Watch | None) -> Report:
+    started = time.monotonic()
+    ranks = open_ranks()
+    made = together(ranks, lambda: _planned(source, destination, want), lambda p: p.plan.mark)
+    save_id = ranks.broadcast(new_save_id())
+    work = _work(made, destination, want, save_id, _workers(want, ranks))
+    total, chunks = made.plan.bytes_written, len(made.plan.targets)
+    done = execute(work, ranks, _progress(watch, total, chunks))
+    if want.verify and ranks.rank == 0:
+        _read_back(destination, want)
+    return _report(made, destination, want, done, time.monotonic() - started)
 
 
 @_uncollected()
@@ -229,17 +219,17 @@ def plan(source: str, *, load: bool = False, **settings: Any) -> PlanReport:
     """
     want = Settings(**settings)
     started = time.monotonic()
-    checkpoint, selected, made, topology = _planned(source, None, want, load=load)
-    world = topology.world if topology is not None else 1
-    ranks = tuple(costs(made, world, limits(_size(want.memory)), whole_blocks=not load))
+    made = _planned(source, None, want, load=load)
+    world = made.topology.world if made.topology is not None else 1
+    ranks = tuple(costs(made.plan, world, limits(_size(want.memory)), whole_blocks=not load))
     return PlanReport(
         ranks=ranks,
         bytes_read=sum(r.bytes_read for r in ranks),
-        bytes_source=checkpoint.opened.catalogue.nbytes,
+        bytes_source=made.checkpoint.opened.catalogue.nbytes,
         read_amplification=amplification(ranks),
         seconds_to_plan=time.monotonic() - started,
-        tensors=len(selected.mapped.nodes),
-        copies=len(made.rows),
+        tensors=len(made.selected.mapped.nodes),
+        copies=len(made.plan.rows),
     )
 
 
@@ -268,7 +258,8 @@ def verify(
 ) -> Verified:
     """Check everything that a checkpoint has checksums for."""
     opened = open(url, step=step, storage_options=storage_options).opened
-    progress = _progress(watch, opened.catalogue.nbytes)
+    chunks = sum(len(entry.chunks) for entry in opened.catalogue.entries.values())
+    progress = _progress(watch, opened.catalogue.nbytes, chunks)
     return verify_opened(opened, storage_options or {}, workers or _cores(), progress)
 
 
@@ -286,12 +277,16 @@ def diff(
 
 def _planned(
     source: str, destination: str | None, want: Settings, *, load: bool = False
-) -> tuple[Checkpoint, Selected, Plan, Topology | None]:
+) -> Planned:
     """The pure part: everything that can be refused before a byte moves."""
     _check_words(want)
     limits(_size(want.memory))
     topology = _topology(want)
     checkpoint = open(source, step=want.step, storage_options=want.storage_options)
+    if want.only_sharded and checkpoint.format != "sharded":
+        raise RequestError(
+            f"{source}: is {checkpoint.format}, not sharded; use convert --to sharded"
+        )
     if destination is not None:
         _check_destination(checkpoint.opened.url, destination, want)
         _check_save(checkpoint.opened, want)
@@ -302,11 +297,27 @@ def _planned(
         requests = held_requests(selected.mapped, topology)
     else:
         requests = stored_requests(selected.mapped, topology)
-    return checkpoint, selected, lower(requests), topology
+    return Planned(checkpoint, selected, lower(requests), topology)
 
 
-def _mark(planned: tuple[Checkpoint, Selected, Plan, Topology | None]) -> str:
-    return planned[2].mark
+def _work(made: Planned, destination: str, want: Settings, save_id: str, workers: int) -> Work:
+    small = _small_files(made.checkpoint, made.selected, want)
+    sink = _sink(want, made, small, save_id)
+    store = store_for(destination, want.storage_options)
+    source = made.checkpoint.opened.url
+    threads = 1 if forking(source, destination) else workers
+    return Work(
+        plan=made.plan,
+        sink=sink,
+        arrangement=sink.arrange(made.plan.targets),
+        destination=Destination(store, destination, _superseded(store, destination)),
+        source=source,
+        options=want.storage_options,
+        limit=limits(_size(want.memory), threads),
+        workers=workers,
+        save_id=save_id,
+        small=small,
+    )
 
 
 def _check_words(want: Settings) -> None:
@@ -457,22 +468,15 @@ def _dominant(selected: Selected) -> str:
     return max(sizes, key=lambda name: sizes[name])
 
 
-def _sink(
-    want: Settings,
-    selected: Selected,
-    topology: Topology | None,
-    checkpoint: Checkpoint,
-    small: Mapping[str, bytes],
-    save_id: str,
-) -> Sink:
-    o = checkpoint.opened
-    if topology is None:
+def _sink(want: Settings, made: Planned, small: Mapping[str, bytes], save_id: str) -> Sink:
+    o, selected = made.checkpoint.opened, made.selected
+    if made.topology is None:
         return HuggingFaceSink(save_id, _size(want.max_shard_size), o.metadata)
     config = json.loads(small["config.json"]) if "config.json" in small else o.config
     manifest = Manifest(
         save_id=save_id,
         step=o.step,
-        layout=topology,
+        layout=made.topology,
         family=selected.family,
         config=config,
         experts=selected.experts,
@@ -505,10 +509,10 @@ def _workers(want: Settings, ranks: Ranks) -> int:
     return _cores() if ranks.world == 1 else 1
 
 
-def _progress(watch: Watch | None, total: int) -> Progress:
+def _progress(watch: Watch | None, total: int, chunks: int) -> Progress:
     if watch is None:
-        return lambda _: None
-    return lambda nbytes: watch(nbytes, total)
+        return lambda _, __: None
+    return lambda nbytes, ended: watch(nbytes, ended, total, chunks)
 
 
 def _read_back(destination: str, want: Settings) -> None:
@@ -521,15 +525,8 @@ def _read_back(destination: str, want: Settings) -> None:
         )
 
 
-def _report(
-    checkpoint: Checkpoint,
-    destination: str,
-    want: Settings,
-    selected: Selected,
-    plan: Plan,
-    done: Done,
-    seconds: float,
-) -> Report:
+def _report(made: Planned, destination: str, want: Settings, done: Done, seconds: float) -> Report:
+    checkpoint, selected = made.checkpoint, made.selected
     entries = checkpoint.opened.catalogue.entries
     return Report(
         source=checkpoint.opened.url,

@@ -15,16 +15,17 @@ class Progress:
 
     def __init__(self) -> None:
         self._started = self._told = time.monotonic()
-        self._done = 0
+        self._bytes = self._chunks = 0
         self._bar = sys.stderr.isatty()
 
-    def __call__(self, nbytes: int, total: int) -> None:
-        """Note ``nbytes`` more of ``total``."""
-        self._done += nbytes
+    def __call__(self, nbytes: int, ended: int, total: int, chunks: int) -> None:
+        """Note ``nbytes`` more of ``total`` and ``ended`` more of ``chunks``."""
+        self._bytes += nbytes
+        self._chunks += ended
         now = time.monotonic()
         if now - self._told >= (_BAR if self._bar else _LINE):
             self._told = now
-            self._write(now - self._started, total)
+            self._write(now - self._started, total, chunks)
 
     def close(self) -> None:
         """Leave the terminal as it was."""
@@ -32,12 +33,13 @@ class Progress:
             sys.stderr.write("\r\033[K")
             sys.stderr.flush()
 
-    def _write(self, seconds: float, total: int) -> None:
-        share = self._done / total if total else 1.0
+    def _write(self, seconds: float, total: int, chunks: int) -> None:
+        share = self._bytes / total if total else 1.0
         left = seconds / share - seconds if share else 0.0
         text = (
-            f"{format_bytes(self._done)} of {format_bytes(total)}, "
-            f"{format_bytes(self._done / max(seconds, 1e-9))}/s, {left:.0f} s left"
+            f"{self._chunks:,} of {chunks:,} chunks, "
+            f"{format_bytes(self._bytes)} of {format_bytes(total)}, "
+            f"{format_bytes(self._bytes / max(seconds, 1e-9))}/s, {left:.0f} s left"
         )
         if self._bar:
             filled = int(share * _WIDTH)

@@ -130,12 +130,12 @@ def _moved(work: Work, ranks: Ranks, progress: Progress) -> list[Outcome]:
 def _with_beat(progress: Progress, ranks: Ranks) -> Progress:
     last = time.monotonic()
 
-    def tell(nbytes: int) -> None:
+    def tell(nbytes: int, chunks: int) -> None:
         nonlocal last
         if time.monotonic() - last > 1.0:
             ranks.alive()
             last = time.monotonic()
-        progress(nbytes)
+        progress(nbytes, chunks)
 
     return tell
 

@@ -92,8 +92,9 @@ class Streamer:
         self._verified: set[int] = set()
         self._views: dict[Piece, list[memoryview]] = {}
 
-    def run(self, task: Task) -> None:
-        """Execute one task."""
+    def run(self, task: Task) -> tuple[int, int]:
+        """Execute one task; the bytes written and the targets brought to their end."""
+        nbytes = ended = 0
         for source in task.verify:
             self._verify_whole(source)
         self._read(task.reads)
@@ -104,7 +105,10 @@ class Streamer:
                     (output.start // BLOCK, block_digests(view))
                 )
             self._writer.write(output.target, output.start, view)
-            self.bytes_written += len(view)
+            nbytes += output.nbytes
+            ended += output.start + output.nbytes == self._plan.targets[output.target].nbytes
+        self.bytes_written += nbytes
+        return nbytes, ended
 
     def _read(self, reads: Sequence[Read]) -> None:
         """Fill the source buffer, neighbours in one call, and check every whole block."""

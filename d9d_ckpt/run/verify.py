@@ -99,7 +99,7 @@ def _chunks(
                         where = f"{name} at byte {chunk.offset + block * BLOCK}"
                         file = chunk.file.removeprefix(url).lstrip("/")
                         out.append(Damage(file, where, to_hex(expected[block]), to_hex(found)))
-                progress(len(view))
+                progress(len(view), low + len(view) == chunk.nbytes)
     finally:
         store.close()
     return out

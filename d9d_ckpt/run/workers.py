@@ -22,8 +22,8 @@ from d9d_ckpt.run.stream import FileWriter, Place, Streamer
 from d9d_ckpt.storage.opening import store_for
 from d9d_ckpt.storage.store import Options, is_local
 
-Progress = Callable[[int], None]
-"""Called with the bytes written since the last call."""
+Progress = Callable[[int, int], None]
+"""Called with the bytes and chunks done since the last call."""
 
 _REPORT = 0.2
 """Seconds between progress messages of a worker."""
@@ -94,13 +94,10 @@ def _work(job: Job, numbers: Iterator[int], progress: Progress) -> Outcome:
     destination = store_for(job.destination, job.options)
     writer = FileWriter(destination, job.places)
     streamer = Streamer(job.plan, job.limit, source, writer)
-    told = 0
     try:
         for number in numbers:
             for task in tasks(job.plan, job.units[number], job.limit):
-                streamer.run(task)
-                progress(streamer.bytes_written - told)
-                told = streamer.bytes_written
+                progress(*streamer.run(task))
         writer.flush()
     finally:
         source.close()
@@ -125,9 +122,9 @@ def _run_threads(job: Job, progress: Progress) -> list[Outcome]:
                 except IndexError:
                     break
 
-    def tell(nbytes: int) -> None:
+    def tell(nbytes: int, chunks: int) -> None:
         with lock:
-            progress(nbytes)
+            progress(nbytes, chunks)
 
     def go(own: int) -> None:
         try:
@@ -220,7 +217,7 @@ class _Processes:
                 child.received += data
                 for kind, value in _messages(child.received):
                     if kind == "progress":
-                        self._progress(value)
+                        self._progress(*value)
                     elif isinstance(value, CkptError):
                         raise value
                     else:
@@ -238,7 +235,8 @@ class _Report:
     """A worker's end of its pipe."""
 
     def __init__(self, pipe: int) -> None:
-        self._pipe, self._pending, self._last = pipe, 0, time.monotonic()
+        self._pipe, self._last = pipe, time.monotonic()
+        self._bytes = self._chunks = 0
 
     def send(self, kind: str, value: Any) -> None:
         data = pickle.dumps((kind, value))
@@ -246,12 +244,13 @@ class _Report:
         while view:
             view = view[os.write(self._pipe, view) :]
 
-    def progress(self, nbytes: int) -> None:
-        self._pending += nbytes
+    def progress(self, nbytes: int, chunks: int) -> None:
+        self._bytes += nbytes
+        self._chunks += chunks
         now = time.monotonic()
         if now - self._last > _REPORT:
-            self.send("progress", self._pending)
-            self._pending, self._last = 0, now
+            self.send("progress", (self._bytes, self._chunks))
+            self._bytes, self._chunks, self._last = 0, 0, now
 
 
 def _messages(received: bytearray) -> Iterator[tuple[str, Any]]:

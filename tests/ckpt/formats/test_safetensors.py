@@ -106,6 +106,7 @@ F11 = {
     "alias": ({"a": entry(), "b": entry()}, 4, "overlaps the tensor before it"),
     "hole": ({"a": entry(), "b": entry(offsets=(8, 12))}, 12, "leaves a hole before it"),
     "byte count": ({"a": entry("F32", (2,), (0, 4))}, 4, "needs 8 bytes, data_offsets hold 4"),
+    "too many bytes": ({"a": entry("F32", (1,), (0, 8))}, 8, "needs 4 bytes, data_offsets hold 8"),
     "huge shape": (
         {"a": entry("F32", (2**40, 2**40), (0, 4))},
         4,

@@ -198,6 +198,14 @@ def test_strided_rows_are_cut_again_where_a_reshape_runs_across_them():
     ]
 
 
+def test_two_rows_are_no_run_where_the_second_starts_a_longer_one():
+    node = leaf(6, 2).index_select(0, [0, 2, 3, 4]).node
+    assert sorted(pushdown(node, Region.whole((4, 2)))) == [
+        Copy(0, 0, 0, (Digit(2, 1, 1),), ()),
+        Copy(0, 4, 2, (Digit(6, 1, 1),), ()),
+    ]
+
+
 def test_repeated_row_is_one_copy_of_step_zero():
     node = leaf(6, 2).index_select(0, [3, 3, 3]).node
     assert pushdown(node, Region.whole((3, 2))) == [
