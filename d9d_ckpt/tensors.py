@@ -252,7 +252,7 @@ def parse_bytes(text: str) -> int:
     unit = text.strip()[len(digits) :].strip().lower()
     try:
         size = int(float(digits) * _UNITS[unit])
-    except (KeyError, ValueError):
+    except (KeyError, ValueError, OverflowError):
         raise RequestError(f"{text!r} is not a size; write bytes, 128MiB or 5GB") from None
     if size <= 0:
         raise RequestError(f"{text!r} is not a size above zero")

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from math import prod
 from typing import Any, NamedTuple
 
 from d9d_ckpt.errors import CorruptError, MappingError
@@ -11,12 +12,21 @@ from d9d_ckpt.tensors import TensorSpec, spec_of
 MAX_HEADER = 100_000_000
 """Bytes of JSON that the reference reader accepts."""
 
+_MAX_ELEMENTS = 1 << 60
+"""More than any tensor has; sizes beyond it overflow in readers."""
+
 ALIGN = 4096
 """Data starts at a multiple of this, so that blocks of 1 MiB are page-aligned writes."""
 
 _KINDS = (
     (b"PK\x03\x04", "a PyTorch zip file (.bin or .pt); it must be converted to safetensors first"),
-    (b"\x80\x02", "a Python pickle (.bin or .pt); it must be converted to safetensors first"),
+    *(
+        (
+            bytes([0x80, protocol]),
+            "a Python pickle (.bin or .pt); it must be converted to safetensors first",
+        )
+        for protocol in range(2, 6)
+    ),
     (b"version https://git-lfs", "a git-lfs pointer, not the file itself; run git lfs pull"),
     (b"<html", "an HTML page, not the file itself; download it again"),
     (b"<!DOC", "an HTML page, not the file itself; download it again"),
@@ -47,14 +57,16 @@ def read_header(store: Store, url: str) -> Header:
     """
     size = store.size(url)
     start = store.read(url, 0, min(size, 32))
-    for magic, kind in _KINDS:
-        if start.startswith(magic):
-            raise CorruptError(f"{url}: this is {kind}")
+    length = int.from_bytes(start[:8], "little")
+    if size < 8 or length > min(MAX_HEADER, size - 8):
+        # Only then: the length of a valid header may be spelt like another kind's first bytes.
+        for magic, kind in _KINDS:
+            if start.lower().startswith(magic.lower()):
+                raise CorruptError(f"{url}: this is {kind}")
     if size < 8:
         raise CorruptError(
             f"{url}: {size} bytes, expected at least 8 for a safetensors header; download it again"
         )
-    length = int.from_bytes(start[:8], "little")
     if length > MAX_HEADER:
         raise CorruptError(
             f"{url}: header of {length} bytes, at most {MAX_HEADER} are valid; this is not a "
@@ -75,7 +87,7 @@ def parse_header(raw: bytes, size: int, url: str) -> Header:
         CorruptError: Any contradiction, with the tensor and the reason.
     """
     try:
-        parsed = json.loads(raw, object_pairs_hook=_unique)
+        parsed = json.loads(raw.decode(), object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:
         raise CorruptError(f"{url}: the header is not valid JSON: {error}") from None
     if not isinstance(parsed, dict):
@@ -105,6 +117,8 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     out = dict(pairs)
     if len(out) != len(pairs):
         raise ValueError("a key appears twice")
+    for key in out:
+        key.encode()
     return out
 
 
@@ -120,6 +134,10 @@ def _entry(name: str, entry: object, url: str) -> tuple[TensorSpec, int, int]:
     if not isinstance(entry, dict):
         raise CorruptError(f"{url}: tensor {name!r} has no dtype, shape and data_offsets")
     spec = spec_of(name, entry.get("dtype"), entry.get("shape"), url)
+    if prod(n or 1 for n in spec.shape) > _MAX_ELEMENTS or spec.numel * spec.dtype.bits % 8:
+        raise CorruptError(
+            f"{url}: tensor {name!r}, {spec.dtype.name}, has no valid shape: {list(spec.shape)}"
+        )
     offsets = entry.get("data_offsets")
     if (
         not isinstance(offsets, list)
@@ -147,7 +165,7 @@ def encode_header(
     Raises:
         MappingError: The reserved name, or a header above the reader's limit.
     """
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
+    entries: dict[str, Any] = {"__metadata__": {**metadata, "format": "pt"}}
     at, begins = 0, []
     for name, spec in tensors:
         if name == "__metadata__":

@@ -1,7 +1,9 @@
 """The combinators that families and users write graphs in: torch's names, on `LazyTensor`."""
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import EllipsisType
 from typing import TYPE_CHECKING
 
 from d9d_ckpt.errors import MappingError
@@ -12,6 +14,7 @@ from d9d_ckpt.tensors import DType, Region, TensorSpec, dtype_from_torch
 if TYPE_CHECKING:
     import torch
 
+Index = int | slice | EllipsisType
 Reader = Callable[[Node, Region], "torch.Tensor"]
 
 
@@ -51,22 +54,18 @@ class LazyTensor:
     def __repr__(self) -> str:
         return f"LazyTensor({self.dtype}, {list(self.shape)})"
 
-    def __getitem__(self, key: int | slice | tuple[int | slice, ...]) -> "LazyTensor":
-        """Basic indexing with whole numbers and slices of step 1, as in torch."""
-        keys = key if isinstance(key, tuple) else (key,)
-        if len(keys) > len(self.shape):
-            raise MappingError(f"{len(keys)} indices into {list(self.shape)}")
+    def __getitem__(self, key: "Index | tuple[Index, ...]") -> "LazyTensor":
+        """Basic indexing as in torch: whole numbers, slices of step 1, and one ellipsis."""
         node, dim = self.node, 0
-        for k in keys:
-            size = node.shape[dim]
+        for k in _spelled(key if isinstance(key, tuple) else (key,), len(self.shape)):
             if isinstance(k, slice):
-                start, stop, step = k.indices(size)
+                start, stop, step = k.indices(node.shape[dim])
                 if step != 1:
                     raise MappingError(f"slice step {step} is not supported; use index_select")
                 node = ops.narrow(node, dim, start, max(stop - start, 0))
                 dim += 1
             else:
-                row = k + size if k < 0 else k
+                row = k + node.shape[dim] if k < 0 else k
                 node = ops.narrow(node, dim, row, 1)
                 node = ops.reshape(node, (*node.shape[:dim], *node.shape[dim + 1 :]))
         return self._with(node)
@@ -83,13 +82,13 @@ class LazyTensor:
         """``self[start : start + length]`` along ``dim``."""
         return self._with(ops.narrow(self.node, self._dim(dim), start, length))
 
-    def reshape(self, *shape: int) -> "LazyTensor":
-        """Another shape of as many elements; one entry may be -1."""
-        return self._with(ops.reshape(self.node, _infer(shape, self.spec.numel)))
+    def reshape(self, *shape: int | Sequence[int]) -> "LazyTensor":
+        """Another shape of as many elements, as numbers or one sequence; one entry may be -1."""
+        return self._with(ops.reshape(self.node, _infer(_numbers(shape), self.spec.numel)))
 
-    def permute(self, *order: int) -> "LazyTensor":
-        """Output dim ``i`` is input dim ``order[i]``."""
-        return self._with(ops.permute(self.node, tuple(self._dim(d) for d in order)))
+    def permute(self, *order: int | Sequence[int]) -> "LazyTensor":
+        """Output dim ``i`` is input dim ``order[i]``; numbers or one sequence."""
+        return self._with(ops.permute(self.node, tuple(self._dim(d) for d in _numbers(order))))
 
     def transpose(self, dim0: int, dim1: int) -> "LazyTensor":
         """Two dims exchanged."""
@@ -106,7 +105,9 @@ class LazyTensor:
         """Parts of ``sizes`` rows; a number means equal parts, the last one shorter."""
         dim, total = self._dim(dim), self.shape[self._dim(dim)]
         if isinstance(sizes, int):
-            sizes = [min(sizes, total - at) for at in range(0, total, sizes)]
+            if sizes < 1:
+                raise MappingError(f"cannot split into parts of {sizes} rows")
+            sizes = [min(sizes, total - at) for at in range(0, total, sizes)] or [0]
         if sum(sizes) != total:
             raise MappingError(f"parts of {list(sizes)} do not add up to {total}, dim {dim}")
         out, start = [], 0
@@ -125,6 +126,8 @@ class LazyTensor:
     def pad(self, dim: int, before: int, after: int) -> "LazyTensor":
         """Zero rows added along ``dim``."""
         dim = self._dim(dim)
+        if before < 0 or after < 0:
+            raise MappingError(f"cannot pad by {before} and {after} rows")
 
         def blank(rows: int) -> Node:
             shape = (*self.shape[:dim], rows, *self.shape[dim + 1 :])
@@ -158,8 +161,42 @@ def cat(tensors: Sequence[LazyTensor], dim: int = 0) -> LazyTensor:
 def stack(tensors: Sequence[LazyTensor], dim: int = 0) -> LazyTensor:
     """Tensors of one shape along a new ``dim``."""
     rank = len(tensors[0].shape) + 1 if tensors else 1
-    dim = dim % rank
+    if not -rank <= dim < rank:
+        raise MappingError(f"dim {dim} of a tensor of {rank} dims")
+    dim %= rank
     return cat([t.reshape(*t.shape[:dim], 1, *t.shape[dim:]) for t in tensors], dim)
+
+
+def _spelled(keys: tuple[Index, ...], rank: int) -> list[int | slice]:
+    """``keys`` with the ellipsis written out.
+
+    Raises:
+        MappingError: More keys than dims, or one that is neither number nor slice.
+    """
+    gap = [at for at, k in enumerate(keys) if k is Ellipsis]
+    given = len(keys) - len(gap)
+    if len(gap) > 1 or given > rank:
+        raise MappingError(f"{given} indices into a tensor of {rank} dims")
+    out: list[int | slice] = []
+    for k in keys:
+        if isinstance(k, EllipsisType):
+            out += [slice(None)] * (rank - given)
+        elif isinstance(k, slice):
+            out.append(k)
+        else:
+            try:
+                out.append(operator.index(k))
+            except TypeError:
+                raise MappingError(f"cannot index by {k!r}; use numbers, slices or ...") from None
+    return out
+
+
+def _numbers(args: tuple[int | Sequence[int], ...]) -> tuple[int, ...]:
+    """Arguments given one by one or as one sequence, as torch takes them."""
+    out: list[int] = []
+    for arg in args:
+        out.extend([arg] if isinstance(arg, int) else arg)
+    return tuple(out)
 
 
 def _infer(shape: tuple[int, ...], numel: int) -> tuple[int, ...]:

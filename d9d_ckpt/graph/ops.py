@@ -42,7 +42,7 @@ class Reshape(Node):
 
 def reshape(x: Node, shape: tuple[int, ...]) -> Node:
     """``x`` in another shape of as many elements."""
-    if prod(shape) != x.spec.numel:
+    if any(n < 0 for n in shape) or prod(shape) != x.spec.numel:
         raise MappingError(f"cannot reshape {list(x.shape)} to {list(shape)}")
     return x if shape == x.shape else Reshape(TensorSpec(x.dtype, shape), (x,), x.width)
 
@@ -55,7 +55,13 @@ class Cast(Node):
         yield 0, piece
 
     def inverse(self, output: Node) -> tuple[Node, ...]:
-        return (cast(output, self.inputs[0].dtype),)
+        x = self.inputs[0]
+        if x.dtype.bits >= self.dtype.bits:
+            raise MappingError(
+                f"cast of {x.dtype.name} to {self.dtype.name} drops bits, so the mapping cannot be "
+                "reversed"
+            )
+        return (cast(output, x.dtype),)
 
 
 def cast(x: Node, dtype: DType) -> Node:

@@ -3,6 +3,7 @@
 from collections.abc import Hashable, Iterable
 from typing import NamedTuple
 
+from d9d_ckpt.errors import MappingError
 from d9d_ckpt.graph.node import Leaf, Node
 from d9d_ckpt.graph.ops import Cast, Zeros
 from d9d_ckpt.graph.pieces import Digit, Piece, row_major
@@ -112,6 +113,10 @@ def invert(node: Node, output: Node) -> dict[Hashable, Node]:
     while todo:
         at, expression = todo.pop()
         if isinstance(at, Leaf):
+            if at.source in found:
+                raise MappingError(
+                    f"{at.source!r} is used twice, so the mapping cannot be reversed"
+                )
             found[at.source] = expression
         elif not isinstance(at, Zeros):
             todo.extend(zip(at.inputs, at.inverse(expression), strict=True))

@@ -209,7 +209,8 @@ def shares(
             out.append(Share(box, ranks, None))
         else:
             for part in range(len(ranks)):
-                piece = box.narrow(0, *chunk(box.shape[0], len(ranks), part))
+                low, high = (box.shape[0] * k // len(ranks) for k in (part, part + 1))
+                piece = box.narrow(0, low, high - low)
                 if piece.numel:
                     out.append(Share(piece, ranks, part))
     return tuple(sorted(out))

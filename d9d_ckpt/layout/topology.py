@@ -138,7 +138,7 @@ def parse_layout(text: str) -> Topology:
     values: dict[str, Any] = {}
     for item in filter(None, (part.strip() for part in text.split(","))):
         key, equals, value = item.partition("=")
-        if not equals or not value.strip().isdigit():
+        if not equals or not value.strip().isdecimal():
             raise UsageError(f"layout {text!r}: {item!r} is not AXIS=NUMBER")
         if key.strip() in values:
             raise UsageError(f"layout {text!r}: {key.strip()} is given twice")
@@ -161,7 +161,7 @@ def layout_from(values: Mapping[str, Any], where: str) -> Topology:
     given = dict(values)
     if given.get("stages") is not None:
         given["stages"] = _counts(given["stages"], where)
-    given["tensors"] = _overrides(given.get("tensors") or {}, where)
+    given["tensors"] = _overrides({} if given.get("tensors") is None else given["tensors"], where)
     return Topology(**given)
 
 

@@ -70,8 +70,11 @@ def read_config(raw: Mapping[str, Any], *, tied_by_default: bool) -> ModelConfig
         )
     if raw.get("head_dim") is None and hidden % heads:
         raise MappingError(f"config.json: hidden_size {hidden} over {heads} heads does not divide")
-    step = raw.get("decoder_sparse_step") or 1
-    dense = set(raw.get("mlp_only_layers") or ())
+    step = _size(raw, "decoder_sparse_step", default=1)
+    listed = raw.get("mlp_only_layers") or []
+    if not isinstance(listed, list) or any(type(n) is not int for n in listed):
+        raise CorruptError(f"config.json: mlp_only_layers must be a list of layers, not {listed!r}")
+    dense = set(listed)
     dense |= {layer for layer in range(layers) if (layer + 1) % step}
     tied = raw.get("tie_word_embeddings")
     return ModelConfig(

@@ -93,7 +93,7 @@ def to_training(
 
     Raises:
         MappingError: Sources are missing, left over, or of another shape than the config says;
-            the message has all of them.
+            the message counts all and names the first 20 of each.
     """
     nodes, placements = {}, {}
     missing: list[str] = []
@@ -113,9 +113,8 @@ def to_training(
         if len(found) == len(rule.sources):
             nodes[rule.name] = _built(rule, found)
             placements[rule.name] = rule.placement
-    if wrong:
-        raise MappingError(_listed(f"{len(wrong)} tensors disagree with config.json", wrong))
-    _check_names(family, missing, [name for name in sources if name not in used], sources)
+    left = [name for name in sources if name not in used]
+    _refuse(family, wrong, missing, left, sources)
     return Mapped(nodes, placements, config.layers)
 
 
@@ -147,9 +146,8 @@ def to_huggingface(
             continue
         back = invert(forward, stored)
         nodes |= {name: back[name] for name, _ in rule.sources}
-    if wrong:
-        raise MappingError(_listed(f"{len(wrong)} tensors disagree with config.json", wrong))
-    _check_names(family, missing, [name for name in sources if name not in used], sources)
+    left = [name for name in sources if name not in used]
+    _refuse(family, wrong, missing, left, sources)
     return Mapped(nodes, {}, config.layers)
 
 
@@ -177,12 +175,19 @@ def _misshapen(name: str, found: Shape, expected: Shape) -> str:
     return line
 
 
-def _check_names(
-    family: Family, missing: list[str], left: list[str], sources: Mapping[str, Node]
+def _refuse(
+    family: Family,
+    wrong: list[str],
+    missing: list[str],
+    left: list[str],
+    sources: Mapping[str, Node],
 ) -> None:
-    if not missing and not left:
+    """One error for all that does not fit, if anything."""
+    if not wrong and not missing and not left:
         return
     parts = []
+    if wrong:
+        parts.append(_listed(f"{len(wrong)} tensors disagree with config.json", wrong))
     if missing:
         lines = [
             f"{name} (nearest: {', '.join(near)})" if (near := nearest(name, sources)) else name

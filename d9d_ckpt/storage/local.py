@@ -18,7 +18,7 @@ _VECTORS = 1024
 
 
 class LocalStore:
-    """Files of this machine. Safe to use from several threads for disjoint files."""
+    """Files of this machine. Keeps descriptors open, so each thread has a store of its own."""
 
     def __init__(self) -> None:
         self._open: OrderedDict[tuple[str, int], int] = OrderedDict()
@@ -101,6 +101,7 @@ class LocalStore:
         with _translated("rename", url):
             _keep_mode(url, new)
             Path(url).replace(new)
+        self._forget(url, new)
 
     def delete(self, url: str) -> None:
         with _translated("delete", url):
@@ -109,6 +110,7 @@ class LocalStore:
                 shutil.rmtree(path)
             else:
                 path.unlink(missing_ok=True)
+        self._forget(url)
 
     def free(self, url: str) -> int | None:
         path = Path(url).absolute()
@@ -120,6 +122,11 @@ class LocalStore:
     def close(self) -> None:
         while self._open:
             os.close(self._open.popitem()[1])
+
+    def _forget(self, *urls: str) -> None:
+        """Close what is open of files whose names now mean something else, or nothing."""
+        for key in [key for key in self._open if key[0].startswith(urls)]:
+            os.close(self._open.pop(key))
 
     def _descriptor(self, url: str, flags: int) -> int:
         key = (url, flags)
