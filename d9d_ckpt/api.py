@@ -41,7 +41,7 @@ from d9d_ckpt.run.verify import verify as verify_opened
 from d9d_ckpt.run.workers import Progress, forking
 from d9d_ckpt.storage.opening import normalise, store_for
 from d9d_ckpt.storage.store import Options, Store, join
-from d9d_ckpt.tensors import dtype_from_torch, parse_bytes
+from d9d_ckpt.tensors import DType, dtype_from_torch, parse_bytes
 
 UserMapping = Callable[[Checkpoint], Mapping[str, LazyTensor]]
 Watch = Callable[[int, int, int, int], None]
@@ -59,6 +59,7 @@ class Settings:
         mapping: The user's own graph in place of a family.
         hf_experts: ``split`` or ``fused``: how a Hugging Face target stores experts.
         dtype: ``keep``, or the torch dtype that floats are cast to.
+        dequantize: Turn fp8 weights with their scales into ``dtype``, bfloat16 when that is ``keep``.
         max_shard_size: Bytes of a Hugging Face file.
         memory: Bytes of tensor data in flight in a process.
         workers: Local processes; None means one per core, and one each under a launcher.
@@ -75,6 +76,7 @@ class Settings:
     mapping: UserMapping | None = None
     hf_experts: str | None = None
     dtype: str = "keep"
+    dequantize: bool = False
     max_shard_size: str | int = "5GB"
     memory: str | int = "1GiB"
     workers: int | None = None
@@ -377,13 +379,21 @@ def _selected(checkpoint: Checkpoint, want: Settings) -> Selected:
         selected = _by_user(checkpoint, want.mapping)
     else:
         source = _source(checkpoint, _nodes(checkpoint))
-        selected = select(source, want.to, want.model, want.hf_experts, _same(checkpoint))
+        floats = _dequantized_dtype(want)
+        same = _same(checkpoint)
+        selected = select(source, want.to, want.model, want.hf_experts, same, floats)
     if want.dtype != "keep":
         dtype = dtype_from_torch(want.dtype)
         if not dtype.floating:
             raise UsageError(f"--dtype {want.dtype}: weights are cast to floating dtypes only")
         selected = cast_floats(selected, dtype)
     return selected
+
+
+def _dequantized_dtype(want: Settings) -> DType | None:
+    if not want.dequantize:
+        return None
+    return dtype_from_torch("bfloat16" if want.dtype == "keep" else want.dtype)
 
 
 def _by_user(checkpoint: Checkpoint, mapping: UserMapping) -> Selected:
@@ -452,10 +462,12 @@ def _small_files(checkpoint: Checkpoint, selected: Selected, want: Settings) -> 
         }
     finally:
         store.close()
-    if want.dtype != "keep" and "config.json" in out:
+    if (want.dtype != "keep" or want.dequantize) and "config.json" in out:
         config = json.loads(out["config.json"])
         keys = [key for key in ("torch_dtype", "dtype") if key in config] or ["torch_dtype"]
         config |= dict.fromkeys(keys, _dominant(selected))
+        if want.dequantize:
+            config.pop("quantization_config", None)
         out["config.json"] = json.dumps(config, indent=2, ensure_ascii=False).encode() + b"\n"
     return out
 

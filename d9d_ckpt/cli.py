@@ -24,6 +24,7 @@ _FLAGS = (
     "model",
     "hf_experts",
     "dtype",
+    "dequantize",
     "max_shard_size",
     "memory",
     "workers",
@@ -63,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _work(args: argparse.Namespace) -> None:
-    for option in ("dequantize", "resume", "html"):
+    for option in ("resume", "html"):
         if getattr(args, option, None):
             raise UsageError(f"--{option} is not available yet")
     if getattr(args, "codec", "none") != "none":
@@ -277,7 +278,7 @@ def _add_settings(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--mapping", metavar="WHERE", help="path.py:function, your own graph")
     sub.add_argument("--hf-experts", choices=("split", "fused"), help="of a huggingface target")
     sub.add_argument("--dtype", default="keep", help="cast floats to this torch dtype")
-    sub.add_argument("--dequantize", action="store_true", help="not available yet")
+    sub.add_argument("--dequantize", action="store_true", help="fp8 with scales to --dtype or bf16")
     sub.add_argument("--codec", default="none", help="none; zstd is not available yet")
     sub.add_argument("--max-shard-size", default="5GB", help="of a huggingface file (5GB)")
     sub.add_argument("--memory", default="1GiB", help="tensor bytes in flight per process (1GiB)")

@@ -11,7 +11,7 @@ from math import prod
 from d9d_ckpt.errors import MappingError
 from d9d_ckpt.graph.node import Leaf, Node
 from d9d_ckpt.graph.pieces import Digit, Piece, cells, cut, row_major
-from d9d_ckpt.tensors import DType, TensorSpec
+from d9d_ckpt.tensors import DTYPES, DType, TensorSpec
 
 
 def leaf(source: Hashable, spec: TensorSpec) -> Leaf:
@@ -318,3 +318,46 @@ def index_select(x: Node, dim: int, index: tuple[int, ...]) -> Node:
         at = end
     shape = (*x.shape[:dim], len(index), *x.shape[dim + 1 :])
     return Index(TensorSpec(x.dtype, shape), (x,), x.width, dim, index, tuple(bounds), tuple(runs))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Dequantize(Node):
+    """Quantised elements times the scale of their block, in float32: the one op that computes.
+
+    Inputs are the stored weight [..., R, C] and its scales [..., ceil(R / block 0), ceil(C / block 1)].
+    A piece passes through to the weight as it is and says which scales it needs.
+
+    Attributes:
+        block: Rows and columns under one scale.
+    """
+
+    block: tuple[int, int]
+
+    def pull(self, piece: Piece) -> Iterator[tuple[int, Piece]]:
+        yield 0, piece
+
+    def inverse(self, output: Node) -> tuple[Node, ...]:
+        raise MappingError(f"dequantising {list(self.shape)} drops bits and cannot be reversed")
+
+    @property
+    def form(self) -> Hashable:
+        return ("Dequantize", self.spec, self.block)
+
+
+def dequantize(weight: Node, scale: Node, block: tuple[int, int]) -> Node:
+    """``weight`` [..., R, C] times ``scale`` of each ``block``, as float32.
+
+    Raises:
+        MappingError: The scales do not fit the blocks, or either side is not stored in one piece.
+    """
+    *outer, rows, cols = weight.shape
+    blocks = (*outer, -(-rows // block[0]), -(-cols // block[1]))
+    if scale.shape != blocks:
+        raise MappingError(
+            f"scales have shape {list(scale.shape)}, expected {list(blocks)} for {list(weight.shape)} in "
+            f"blocks of {block[0]} x {block[1]}"
+        )
+    if not isinstance(weight, Leaf) or not isinstance(scale, Leaf):
+        raise MappingError("only tensors stored in one piece are dequantised")
+    spec = TensorSpec(DTYPES["F32"], weight.shape)
+    return Dequantize(spec, (weight, scale), 2, block)

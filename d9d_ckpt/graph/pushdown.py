@@ -5,12 +5,26 @@ from typing import NamedTuple
 
 from d9d_ckpt.errors import MappingError
 from d9d_ckpt.graph.node import Leaf, Node
-from d9d_ckpt.graph.ops import Cast, Zeros
+from d9d_ckpt.graph.ops import Cast, Dequantize, Zeros
 from d9d_ckpt.graph.pieces import Digit, Piece, row_major
 from d9d_ckpt.tensors import DType, Region
 
 ZERO = -1
 """Leaf number of a copy that fills with zeros."""
+
+
+class Scaling(NamedTuple):
+    """How quantised elements get their values.
+
+    Attributes:
+        shape: Shape of the weight.
+        block: Rows and columns under one scale.
+        dtype: Dtype of the scales.
+    """
+
+    shape: tuple[int, ...]
+    block: tuple[int, int]
+    dtype: DType
 
 
 class Copy(NamedTuple):
@@ -22,6 +36,7 @@ class Copy(NamedTuple):
         target: First element of the dense row-major target.
         digits: Counts with strides on the leaf and on the target, outermost first.
         casts: Dtypes that each element goes through on the way, in order.
+        scaling: For quantised elements; the scales are the leaf after this one.
     """
 
     leaf: int
@@ -29,6 +44,7 @@ class Copy(NamedTuple):
     target: int
     digits: tuple[Digit, ...]
     casts: tuple[DType, ...]
+    scaling: Scaling | None = None
 
 
 def pushdown(node: Node, region: Region) -> list[Copy]:
@@ -41,19 +57,31 @@ def pushdown(node: Node, region: Region) -> list[Copy]:
     )
     base = sum(a * w for a, w in zip(region.start, strides, strict=True))
     copies: list[Copy] = []
-    todo: list[tuple[Node, int, Piece, tuple[DType, ...]]] = [(node, 0, Piece(base, 0, digits), ())]
+    todo = [_Pending(node, 0, Piece(base, 0, digits), (), None)]
     while todo:
-        at, slot, piece, casts = todo.pop()
+        at, slot, piece, casts, scaling = todo.pop()
         if isinstance(at, Leaf | Zeros):
             merged = piece.merged()
             number = slot if isinstance(at, Leaf) else ZERO
-            copies.append(Copy(number, merged.base, merged.target, merged.digits, casts))
+            copies.append(Copy(number, merged.base, merged.target, merged.digits, casts, scaling))
             continue
         if isinstance(at, Cast):
             casts = (at.dtype, *casts)
+        elif isinstance(at, Dequantize):
+            scaling = Scaling(at.shape, at.block, at.inputs[1].dtype)
         slots = _slots(at, slot)
-        todo.extend((at.inputs[k], slots[k], p, casts) for k, p in at.pull(piece))
+        todo.extend(_Pending(at.inputs[k], slots[k], p, casts, scaling) for k, p in at.pull(piece))
     return copies
+
+
+class _Pending(NamedTuple):
+    """A piece of a node on its way down."""
+
+    node: Node
+    slot: int
+    piece: Piece
+    casts: tuple[DType, ...]
+    scaling: Scaling | None
 
 
 def _slots(node: Node, first: int) -> list[int]:

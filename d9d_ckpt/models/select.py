@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from d9d_ckpt.errors import MappingError, MissingError, RequestError
@@ -17,6 +17,7 @@ from d9d_ckpt.models.family import (
     to_huggingface,
     to_training,
 )
+from d9d_ckpt.models.quantized import dequantized
 from d9d_ckpt.models.registry import family, family_of
 from d9d_ckpt.tensors import DType
 
@@ -81,7 +82,14 @@ def chosen(source: Source, model: str) -> Family | None:
     return family_of(source.config)
 
 
-def select(source: Source, to: str, model: str, hf_experts: str | None, same: Same) -> Selected:
+def select(
+    source: Source,
+    to: str,
+    model: str,
+    hf_experts: str | None,
+    same: Same,
+    dequantize: DType | None = None,
+) -> Selected:
     """The mapping from ``source`` to format ``to``.
 
     Args:
@@ -90,12 +98,16 @@ def select(source: Source, to: str, model: str, hf_experts: str | None, same: Sa
         model: A family's name, or ``auto``.
         hf_experts: ``split``, ``fused``, or None for as it was.
         same: Compares two source tensors, for tied heads stored twice.
+        dequantize: What quantised weights become; None leaves them as they are.
 
     Raises:
         RequestError: No family, or the tensors do not fit it.
     """
     if source.format == to and not hf_experts:
         kin = chosen(source, model) if source.format == "sharded" or model != "auto" else None
+        if dequantize is not None:
+            nodes = dequantized(source.nodes, source.config or {}, dequantize)
+            source = replace(source, nodes=nodes)
         return _unmapped(source, kin)
     kin = chosen(source, model)
     if kin is None:
@@ -106,12 +118,12 @@ def select(source: Source, to: str, model: str, hf_experts: str | None, same: Sa
         raise RequestError(f"{kin.name} needs the sizes in config.json, which the source lacks")
     config = kin.config(source.config)
     if to == "sharded":
-        return _forward(source, kin, config, same)
+        return _forward(source, kin, config, same, dequantize)
     experts = hf_experts or source.experts or kin.hub_experts
     if hf_experts and not kin.hub_experts:
         raise RequestError(f"--hf-experts {hf_experts}: {kin.name} has no experts")
     if source.format == "huggingface":
-        there = _forward(source, kin, config, same)
+        there = _forward(source, kin, config, same, dequantize)
         mapped = to_huggingface(kin, config, experts, there.mapped.nodes)
         return Selected(mapped, kin.name, experts, there.dropped)
     nodes, dropped = _without_run_state(source.nodes)
@@ -150,8 +162,12 @@ def _without_run_state(nodes: Mapping[str, Node]) -> tuple[dict[str, Node], tupl
     return kept, tuple(name for name in nodes if name not in kept)
 
 
-def _forward(source: Source, kin: Family, config: ModelConfig, same: Same) -> Selected:
+def _forward(
+    source: Source, kin: Family, config: ModelConfig, same: Same, dequantize: DType | None
+) -> Selected:
     nodes = _unwrapped(source.nodes, same)
+    if dequantize is not None:
+        nodes = dequantized(nodes, source.config or {}, dequantize)
     dropped = [name for name in nodes if kin.recomputed.fullmatch(name)]
     head, embedding = "lm_head.weight", "model.embed_tokens.weight"
     if config.tied and head in nodes and embedding in nodes:
@@ -199,7 +215,7 @@ def _check_quantised(nodes: Mapping[str, Node]) -> None:
         shown = ", ".join((packed or scaled)[:4])
         raise MappingError(
             f"{len(packed)} quantised tensors with {len(scaled)} scales ({shown}): fusing them would "
-            "part weights from their scale blocks; dequantise the checkpoint first"
+            "part weights from their scale blocks; give --dequantize"
         )
 
 

@@ -9,7 +9,7 @@ from d9d_ckpt.errors import CkptError
 from d9d_ckpt.graph.node import Leaf, Node
 from d9d_ckpt.graph.pieces import Digit
 from d9d_ckpt.graph.pushdown import ZERO, Copy, Structures, pushdown
-from d9d_ckpt.plan.plan import MOVE, SOURCE, TARGET, Columns, Movement, Plan
+from d9d_ckpt.plan.plan import SCALE, SOURCE, TARGET, Columns, Movement, Plan
 from d9d_ckpt.tensors import Chunk, Region, Target
 
 
@@ -60,9 +60,9 @@ class _Lowering:
             rows = template.copy()
             rows[:, TARGET] += len(self._targets)
             numbers = np.fromiter((self._source(leaf) for leaf in leaves), np.int64, len(leaves))
-            slots = rows[:, SOURCE]
-            real = slots >= 0
-            rows[real, SOURCE] = numbers[slots[real]]
+            for column in (SOURCE, SCALE):
+                real = rows[:, column] >= 0
+                rows[real, column] = numbers[rows[real, column]]
             self._rows.append(rows)
         count = len(request.boxes)
         self._targets.extend(
@@ -71,7 +71,7 @@ class _Lowering:
         )
 
     def finish(self) -> Plan:
-        rows = np.concatenate(self._rows) if self._rows else np.zeros((0, MOVE + 1), np.int64)
+        rows = np.concatenate(self._rows) if self._rows else np.zeros((0, SCALE + 1), np.int64)
         return Plan(self._targets, self._chunks, list(self._movements), rows)
 
     def _source(self, leaf: Leaf) -> int:
@@ -86,23 +86,22 @@ class _Lowering:
         return number
 
     def _template(self, request: Request, leaves: Sequence[Leaf]) -> Columns:
-        rows: list[tuple[int, int, int, int, int]] = []
+        rows: list[tuple[int, ...]] = []
         for index, box in enumerate(request.boxes):
             try:
                 copies = pushdown(request.node, box)
             except CkptError as error:
                 raise type(error)(f"tensor {request.name!r}: {error}") from error
             rows.extend(self._row(index, copy, request.node, leaves) for copy in copies)
-        return np.array(rows, np.int64).reshape(-1, MOVE + 1)
+        return np.array(rows, np.int64).reshape(-1, SCALE + 1)
 
-    def _row(
-        self, index: int, copy: Copy, node: Node, leaves: Sequence[Leaf]
-    ) -> tuple[int, int, int, int, int]:
+    def _row(self, index: int, copy: Copy, node: Node, leaves: Sequence[Leaf]) -> tuple[int, ...]:
         to = node.dtype.itemsize
         dtype = node.dtype if copy.leaf == ZERO else leaves[copy.leaf].dtype
         into = dtype.itemsize
         digits = tuple(Digit(n, w * into, t * to) for n, w, t in copy.digits)
         casts = () if copy.leaf == ZERO else copy.casts
-        move = Movement(digits, dtype, casts)
+        move = Movement(digits, dtype, casts, copy.scaling)
         number = self._movements.setdefault(move, len(self._movements))
-        return index, copy.leaf, copy.source * into, copy.target * to, number
+        scale = -1 if copy.scaling is None else copy.leaf + 1
+        return index, copy.leaf, copy.source * into, copy.target * to, number, scale

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from d9d_ckpt.graph.pieces import Digit
+from d9d_ckpt.graph.pushdown import Scaling
 from d9d_ckpt.tensors import Chunk, DType, Target
 
 Columns = npt.NDArray[np.int64]
@@ -22,11 +23,18 @@ class Movement(NamedTuple):
         digits: Counts with source and target strides, outermost first.
         dtype: The elements' dtype at the source.
         casts: Dtypes they go through on the way.
+        scaling: For quantised elements, how they get their values before any cast.
     """
 
     digits: tuple[Digit, ...]
     dtype: DType
     casts: tuple[DType, ...]
+    scaling: Scaling | None = None
+
+    @property
+    def computed(self) -> bool:
+        """Whether elements change on the way, so that they are handled one by one."""
+        return bool(self.casts) or self.scaling is not None
 
     @property
     def numel(self) -> int:
@@ -49,8 +57,9 @@ class Movement(NamedTuple):
         return sum((d.count - 1) * d.address for d in self.digits) + self.dtype.itemsize
 
 
-TARGET, SOURCE, FROM, TO, MOVE = range(5)
-"""Columns of `Plan.rows`: target, source (-1 for zeros), byte offsets in both, movement."""
+TARGET, SOURCE, FROM, TO, MOVE, SCALE = range(6)
+"""Columns of `Plan.rows`: target, source (-1 for zeros), byte offsets in both, movement, and the
+source of the scales (-1 for none)."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +70,7 @@ class Plan:
         targets: The boxes, in the order in which they are stored.
         sources: The stored chunks that are read.
         movements: The distinct ways of copying.
-        rows: int64 [copies, 5], by target.
+        rows: int64 [copies, 6], by target.
     """
 
     targets: Sequence[Target]

@@ -1,6 +1,6 @@
 """A unit of work as tasks: bounded reads, the copies between buffers, whole checksum blocks written."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
@@ -10,8 +10,8 @@ import numpy as np
 from d9d_ckpt.errors import ResourceError
 from d9d_ckpt.graph.pieces import Digit, Piece, cells
 from d9d_ckpt.plan.assign import Unit
-from d9d_ckpt.plan.plan import FROM, MOVE, SOURCE, TO, Movement, Plan
-from d9d_ckpt.tensors import BLOCK, DType, format_bytes
+from d9d_ckpt.plan.plan import FROM, MOVE, SCALE, SOURCE, TO, Movement, Plan
+from d9d_ckpt.tensors import BLOCK, format_bytes
 
 _LARGEST_HULL = 32 << 20
 """Source bytes that one task holds at most: whole matrices and wide column cuts fit."""
@@ -45,12 +45,21 @@ class Read(NamedTuple):
 
 
 class Move(NamedTuple):
-    """One strided copy from the source buffer (``base``; ``ZEROS``: fill) into an output."""
+    """One strided copy from the source buffer into an output.
+
+    Attributes:
+        piece: From the buffer's bytes to the output's.
+        how: What else happens to the elements.
+        fill: Nothing is copied: zeros.
+        origin: The same digits with the addresses in the source chunk.
+        scales: For quantised elements, where their scales lie in the buffer.
+    """
 
     piece: Piece
-    dtype: DType
-    casts: tuple[DType, ...]
+    how: Movement
     fill: bool
+    origin: Piece
+    scales: int
 
 
 class Scatter(NamedTuple):
@@ -136,11 +145,12 @@ class _Bit(NamedTuple):
     source: int
     piece: Piece
     move: Movement
+    scale: int
 
     @property
     def item(self) -> int:
         """Bytes at the last address; 1 where the digits count bytes."""
-        return self.move.dtype.itemsize if self.move.casts else 1
+        return self.move.dtype.itemsize if self.move.computed else 1
 
     @property
     def nbytes(self) -> int:
@@ -153,7 +163,7 @@ class _Bit(NamedTuple):
     @property
     def straight(self) -> bool:
         """Whether it can be read to its place: together at the source, in long runs at the target."""
-        if self.move.casts or self.nbytes < _STRAIGHT_BYTES:
+        if self.move.computed or self.nbytes < _STRAIGHT_BYTES:
             return False
         inner = self.piece.digits[-1]
         long = inner.stride == 1 and inner.address == 1 and inner.count >= _STRAIGHT_RUN
@@ -207,6 +217,10 @@ class _Tile:
             span = _Span(bit.piece.base, bit.stop, bit.nbytes, bit.stop)
             known = self.spans.get(bit.source)
             self.spans[bit.source] = known.joined(span) if known else span
+
+    def want(self, source: int, nbytes: int) -> None:
+        """All of a source: the scales of quantised bits."""
+        self.spans[source] = _Span(0, nbytes, nbytes, nbytes)
 
     @property
     def hull(self) -> int:
@@ -308,7 +322,7 @@ def _cut(plan: Plan, target: int, total: int, low: int, high: int, step: int) ->
     for row in plan.rows[plan.starts[target] : plan.starts[target + 1]].tolist():
         move = plan.movements[row[MOVE]]
         digits = move.digits
-        if not move.casts:
+        if not move.computed:
             digits = (*digits, Digit(move.dtype.itemsize, 1, 1))
         # Cells are cut on the target side.
         turned = Piece(row[TO], row[FROM], tuple(Digit(n, t, w) for n, w, t in digits))
@@ -316,7 +330,9 @@ def _cut(plan: Plan, target: int, total: int, low: int, high: int, step: int) ->
             tile = tiles.get(bounds[cell])
             if tile is not None:
                 piece = Piece(part.target, part.base - tile.start, part.turned().digits)
-                tile.add(_Bit(row[SOURCE], piece.merged(), move))
+                tile.add(_Bit(row[SOURCE], piece.merged(), move, row[SCALE]))
+                if row[SCALE] >= 0:
+                    tile.want(row[SCALE], plan.sources[row[SCALE]].nbytes)
     return list(tiles.values())
 
 
@@ -324,7 +340,8 @@ def _task(plan: Plan, group: _Group, *, exact: bool) -> Task:
     reads: list[Read] = []
     at, through, verify = 0, {}, []
     straight = _straight(plan, group)
-    for source in sorted(group.spans, key=lambda s: (plan.sources[s].file, plan.sources[s].offset)):
+    scales = {bit.scale for tile in group.tiles for bit in tile.bits}
+    for source in sorted(group.spans, key=_in_file_order(plan, scales)):
         if source in straight:
             continue
         span = group.spans[source]
@@ -345,17 +362,29 @@ def _task(plan: Plan, group: _Group, *, exact: bool) -> Task:
                 direct.append(Scatter(bit.source, bit.piece.base, bit.nbytes, piece))
                 continue
             if bit.source == ZEROS:
-                moves.append(Move(bit.piece, bit.move.dtype, (), fill=True))
+                moves.append(Move(bit.piece, bit.move, fill=True, origin=bit.piece, scales=0))
                 continue
             shift = through.get(bit.source)
             if shift is not None:
-                piece = Piece(bit.piece.base + shift, bit.piece.target, bit.piece.digits)
+                origin = bit.piece
+                piece = Piece(origin.base + shift, origin.target, origin.digits)
             else:
-                piece = _staged(bit, at, reads)
+                piece, origin = _staged(bit, at, reads)
                 at += bit.nbytes
-            moves.append(Move(piece, bit.move.dtype, bit.move.casts, fill=False))
+            beside = through[bit.scale] if bit.scale >= 0 else 0
+            moves.append(Move(piece, bit.move, fill=False, origin=origin, scales=beside))
         outputs.append(Output(tile.target, tile.start, tile.nbytes, tuple(moves), tuple(direct)))
     return Task(tuple(reads), tuple(outputs), tuple(verify))
+
+
+def _in_file_order(plan: Plan, scales: set[int]) -> Callable[[int], tuple[bool, str, int]]:
+    """Sources by their place in the files, scales first: what needs them is never staged."""
+
+    def key(source: int) -> tuple[bool, str, int]:
+        chunk = plan.sources[source]
+        return source not in scales, chunk.file, chunk.offset
+
+    return key
 
 
 def _straight(plan: Plan, group: _Group) -> set[int]:
@@ -363,13 +392,18 @@ def _straight(plan: Plan, group: _Group) -> set[int]:
     out = {source for source in group.spans if plan.sources[source].xxh3 is None}
     for tile in group.tiles:
         for bit in tile.bits:
-            if bit.source in out and not bit.straight:
+            out.discard(bit.scale)
+            if not bit.straight:
                 out.discard(bit.source)
     return out
 
 
-def _staged(bit: _Bit, at: int, reads: list[Read]) -> Piece:
-    """Reads exactly the runs of ``bit`` to ``at``, packed in source order; the piece within the buffer."""
+def _staged(bit: _Bit, at: int, reads: list[Read]) -> tuple[Piece, Piece]:
+    """Reads exactly the runs of ``bit`` to ``at``, packed in source order.
+
+    Returns:
+        The piece within the buffer, and the same digits with their addresses in the source.
+    """
     ordered = bit.piece.turned().merged().turned().digits
     run, outer = bit.item, list(ordered)
     if outer and outer[-1].address == bit.item:
@@ -392,4 +426,7 @@ def _staged(bit: _Bit, at: int, reads: list[Read]) -> Piece:
     for d in reversed(ordered):
         packed.append(Digit(d.count, step, d.stride))
         step *= d.count
-    return Piece(at, bit.piece.target, tuple(packed)).merged()
+    piece = Piece(at, bit.piece.target, tuple(packed[::-1]))
+    origin = Piece(bit.piece.base, bit.piece.target, ordered)
+    # Only what is computed element by element asks for the origin.
+    return (piece, origin) if bit.move.computed else (piece.merged(), origin)

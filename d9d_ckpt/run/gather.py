@@ -1,16 +1,19 @@
 """Strided copies between byte buffers, at the widest item that fits, and casts by torch."""
 
 import importlib
-from math import gcd
+from math import gcd, prod
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from d9d_ckpt.graph.pieces import Digit, Piece
+from d9d_ckpt.graph.pieces import Digit, Piece, cut, row_major
+from d9d_ckpt.graph.pushdown import Scaling
+from d9d_ckpt.plan.schedule import Move
 from d9d_ckpt.tensors import DType
 
 Buffer = npt.NDArray[np.uint8]
+Floats = npt.NDArray[np.float32]
 
 _LANES: dict[int, np.dtype[Any]] = {
     1: np.dtype(np.uint8),
@@ -75,23 +78,77 @@ def _transpose(left: npt.NDArray[Any], right: npt.NDArray[Any], strides: list[in
             np.copyto(left[square], right[square])
 
 
-def cast(source: Buffer, out: Buffer, piece: Piece, dtype: DType, casts: tuple[DType, ...]) -> None:
-    """As `copy`, through ``casts``; the piece's addresses step over whole elements.
+def compute(source: Buffer, out: Buffer, move: Move) -> None:
+    """As `copy`, through scales and casts; the piece's addresses step over whole elements.
 
     Rounding is torch's: to nearest, ties to even.
     """
     torch = importlib.import_module("torch")
-    item, last = dtype.itemsize, casts[-1].itemsize
-    dense, packed = [Digit(item, 1, 1)], [Digit(last, 1, 1)]
-    into, to = item, last
-    for n, a, s in reversed(piece.digits):
-        dense.append(Digit(n, a, into))
-        packed.append(Digit(n, to, s))
-        into, to = into * n, to * n
-    values = np.empty(into, np.uint8)
-    copy(source, values, Piece(piece.base, 0, tuple(dense[::-1])).merged())
-    tensor = torch.from_numpy(values).view(getattr(torch, dtype.torch))
-    for step in casts:
+    piece, how = move.piece, move.how
+    item = how.dtype.itemsize
+    shape = [d.count for d in piece.digits]
+    values = np.empty(prod(shape) * item, np.uint8)
+    dense = [
+        Digit(d.count, d.address, s * item)
+        for d, s in zip(piece.digits, row_major(shape), strict=True)
+    ]
+    copy(source, values, Piece(piece.base, 0, (*dense, Digit(item, 1, 1))).merged())
+    tensor = torch.from_numpy(values).view(getattr(torch, how.dtype.torch))
+    if how.scaling is not None:
+        floats = _scaled(tensor.to(torch.float32).numpy(), source, move, how.scaling)
+        tensor = torch.from_numpy(floats)
+    for step in how.casts:
         tensor = tensor.to(getattr(torch, step.torch))
     result = tensor.view(torch.uint8).numpy()
-    copy(result, out, Piece(0, piece.target, tuple(packed[::-1])).merged())
+    last = len(result) // max(prod(shape), 1)
+    packed = [
+        Digit(d.count, s * last, d.stride)
+        for d, s in zip(piece.digits, row_major(shape), strict=True)
+    ]
+    copy(result, out, Piece(0, piece.target, (*packed, Digit(last, 1, 1))).merged())
+
+
+def _scaled(dense: Floats, source: Buffer, move: Move, scaling: Scaling) -> Floats:
+    """Dense values of a piece, in digit order, times the scale of each one's block."""
+    rows, cols = scaling.shape[-2:]
+    high, wide = -(-rows // scaling.block[0]), -(-cols // scaling.block[1])
+    count = prod(scaling.shape[:-2]) * high * wide
+    scales = _floats(
+        source[move.scales : move.scales + count * scaling.dtype.itemsize], scaling.dtype
+    )
+    out = np.empty_like(dense)
+    item = move.how.dtype.itemsize
+    steps = row_major([d.count for d in move.origin.digits])
+    digits = tuple(
+        Digit(d.count, d.address // item, step)
+        for d, step in zip(move.origin.digits, steps, strict=True)
+    )
+    for part in cut(Piece(move.origin.base // item, 0, digits), cols):
+        first_row, first_col = divmod(part.base, cols)
+        r = _grid(first_row, [(d.count, d.address // cols) for d in part.digits])
+        c = _grid(first_col, [(d.count, d.address % cols) for d in part.digits])
+        blocks = (r // rows * high + r % rows // scaling.block[0]) * wide + c // scaling.block[1]
+        shape, strides = [d.count for d in part.digits], [4 * d.stride for d in part.digits]
+        left = np.ndarray(shape, np.float32, dense, 4 * part.target, strides)
+        into = np.ndarray(shape, np.float32, out, 4 * part.target, strides)
+        np.multiply(left, np.take(scales, blocks), out=into)
+    return out
+
+
+def _grid(first: int, steps: list[tuple[int, int]]) -> npt.NDArray[np.int64]:
+    """``first`` plus every step of every digit; digits that do not count stay of size 1."""
+    out = np.full((1,) * len(steps), first, np.int64)
+    for dim, (count, step) in enumerate(steps):
+        if step:
+            shape = [1] * len(steps)
+            shape[dim] = count
+            out = out + (np.arange(count) * step).reshape(shape)
+    return out
+
+
+def _floats(raw: Buffer, dtype: DType) -> Floats:
+    torch = importlib.import_module("torch")
+    values: Floats = (
+        torch.from_numpy(raw.copy()).view(getattr(torch, dtype.torch)).to(torch.float32).numpy()
+    )
+    return values

@@ -11,7 +11,7 @@ from d9d_ckpt.errors import CorruptError
 from d9d_ckpt.graph.pieces import Piece
 from d9d_ckpt.plan.plan import Plan
 from d9d_ckpt.plan.schedule import Limits, Move, Output, Read, Scatter, Task
-from d9d_ckpt.run.gather import Buffer, cast, copy
+from d9d_ckpt.run.gather import Buffer, compute, copy
 from d9d_ckpt.storage.store import Store
 from d9d_ckpt.tensors import BLOCK
 
@@ -211,16 +211,14 @@ class Streamer:
             base = output.moves[0].piece.base
             return self._source[base : base + output.nbytes].data
         out = self._out[: output.nbytes]
-        for scatter in output.direct:
-            self._scatter(scatter)
         if any(move.fill for move in output.moves):
             out.fill(0)
+        for scatter in output.direct:
+            self._scatter(scatter)
         for move in output.moves:
-            if move.fill:
-                continue
-            if move.casts:
-                cast(self._source, out, move.piece, move.dtype, move.casts)
-            else:
+            if move.how.computed and not move.fill:
+                compute(self._source, out, move)
+            elif not move.fill:
                 copy(self._source, out, move.piece)
         return out.data
 
@@ -236,4 +234,6 @@ def _runs(out: Buffer, piece: Piece) -> list[memoryview]:
 
 def _is_plain(move: Move, nbytes: int) -> bool:
     digits = move.piece.digits
-    return not move.fill and not move.casts and len(digits) == 1 and digits[0] == (nbytes, 1, 1)
+    return (
+        not move.fill and not move.how.computed and len(digits) == 1 and digits[0] == (nbytes, 1, 1)
+    )

@@ -38,17 +38,47 @@ def mode(path):
 def test_f21_short_counts_are_looped_over(store, tmp_path, monkeypatch):
     data = random.Random(1).randbytes(50_000)
     (tmp_path / "f").write_bytes(data)
-    draw, preadv, calls = random.Random(2), os.preadv, []
-
-    def short(fd, buffers, offset):
-        calls.append(offset)
-        return preadv(fd, [buffers[0][: draw.randint(1, 999)]], offset)
-
-    monkeypatch.setattr(os, "preadv", short)
+    calls = cut_reads_short(monkeypatch)
     url = str(tmp_path / "f")
     for offset, nbytes in ((0, 50_000), (1, 49_999), (12_345, 7), (49_999, 1), (50_000, 0)):
         assert store.read(url, offset, nbytes) == data[offset : offset + nbytes]
     assert len(calls) > 100
+
+
+def cut_reads_short(monkeypatch):
+    """`os.preadv` gives a random part of what is asked; its calls are listed."""
+    draw, preadv, calls = random.Random(2), os.preadv, []
+
+    def short(fd, buffers, offset):
+        calls.append(offset)
+        left, cut = draw.randint(1, 999), []
+        for buffer in buffers:
+            if left > 0:
+                cut.append(buffer[:left])
+                left -= len(buffer)
+        return preadv(fd, cut, offset)
+
+    monkeypatch.setattr(os, "preadv", short)
+    return calls
+
+
+@pytest.mark.parametrize("cut", [False, True])
+def test_f21_scattering_reads_fill_every_view(store, tmp_path, monkeypatch, cut):
+    data, draw = random.Random(1).randbytes(400_000), random.Random(3)
+    (tmp_path / "f").write_bytes(data)
+    if cut:
+        cut_reads_short(monkeypatch)
+    views = [memoryview(bytearray(draw.randint(0, 300))) for _ in range(2500)]
+    store.read_into(str(tmp_path / "f"), 1000, views)
+    got = b"".join(views)
+    assert got == data[1000 : 1000 + len(got)]
+
+
+def test_f21_scattering_reads_past_the_end(store, tmp_path):
+    (tmp_path / "f").write_bytes(bytes(100))
+    views = [memoryview(bytearray(30)) for _ in range(5)]
+    with pytest.raises(CorruptError, match="ends at byte 100, expected at least"):
+        store.read_into(str(tmp_path / "f"), 0, views)
 
 
 def test_f21_short_writes_are_looped_over(store, tmp_path, monkeypatch):
