@@ -11,6 +11,9 @@ from d9d_ckpt.tensors import DType
 _SUFFIXES = ("_scale_inv", "_scale", ".scale", "_scales")
 """How files name the scale of ``X``: DeepSeek and Qwen, compressed-tensors, DeepSeek V3.2, others."""
 
+QUANTIZED = ("F8_", "F6_", "F4")
+"""How the names of dtypes begin that mean nothing without a scale."""
+
 _FP8 = frozenset({"F8_E4M3", "F8_E5M2"})
 _BLOCK = (128, 128)
 
@@ -37,7 +40,7 @@ def dequantized(
         if name in used:
             continue
         if node.dtype.name not in _FP8:
-            if node.dtype.name.startswith(("F4", "F6", "F8")):
+            if node.dtype.name.startswith(QUANTIZED):
                 raise MappingError(f"tensor {name!r}: {node.dtype.name} is not dequantised yet")
             out[name] = node
             continue

@@ -17,7 +17,7 @@ from d9d_ckpt.models.family import (
     to_huggingface,
     to_training,
 )
-from d9d_ckpt.models.quantized import dequantized
+from d9d_ckpt.models.quantized import QUANTIZED, dequantized
 from d9d_ckpt.models.registry import family, family_of
 from d9d_ckpt.tensors import DType
 
@@ -210,7 +210,7 @@ def _check_tied(head: Node, embedding: Node, name: str, other: str, same: Same) 
 
 def _check_quantised(nodes: Mapping[str, Node]) -> None:
     scaled = [n for n in nodes if n.endswith(("_scale_inv", "weight_scale", ".scale", "_scales"))]
-    packed = [n for n, node in nodes.items() if node.dtype.name.startswith(("F8", "F4", "F6"))]
+    packed = [n for n, node in nodes.items() if node.dtype.name.startswith(QUANTIZED)]
     if scaled or packed:
         shown = ", ".join((packed or scaled)[:4])
         raise MappingError(

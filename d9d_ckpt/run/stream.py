@@ -8,9 +8,9 @@ import numpy as np
 
 from d9d_ckpt.codecs.checksum import block_digests, digest, to_hex
 from d9d_ckpt.errors import CorruptError
-from d9d_ckpt.graph.pieces import Piece
+from d9d_ckpt.graph.pieces import Piece, cells
 from d9d_ckpt.plan.plan import Plan
-from d9d_ckpt.plan.schedule import Limits, Move, Output, Read, Scatter, Task
+from d9d_ckpt.plan.schedule import Limits, Move, Output, Pack, Read, Scatter, Task
 from d9d_ckpt.run.gather import Buffer, compute, copy
 from d9d_ckpt.storage.store import Store
 from d9d_ckpt.tensors import BLOCK
@@ -86,7 +86,9 @@ class Streamer:
         self._hashing = digests
         self._most_kept = limit.kept
         self._plan, self._store, self._writer = plan, store, writer
-        self._source: Buffer = np.empty(limit.source + limit.tile, np.uint8)
+        self._source: Buffer = np.empty(limit.source, np.uint8)
+        self._window: Buffer = np.empty(limit.sweep, np.uint8)
+        self._window_at = -1
         self._out: Buffer = np.empty(limit.tile, np.uint8)
         self._kept: OrderedDict[tuple[int, int], bytes] = OrderedDict()
         self._verified: set[int] = set()
@@ -98,6 +100,11 @@ class Streamer:
         for source in task.verify:
             self._verify_whole(source)
         self._read(task.reads)
+        for pack in task.packs:
+            if pack.sweep:
+                self._sweep(pack)
+            else:
+                self._pack(pack)
         for output in task.outputs:
             view = self._assemble(output)
             if self._hashing:
@@ -160,6 +167,40 @@ class Streamer:
         view = self._source[first.at : first.at + nbytes].data
         self._store.read_into(chunk.file, chunk.offset + first.offset, [view])
         self.bytes_read += nbytes
+
+    def _pack(self, pack: Pack) -> None:
+        """Read every run by itself."""
+        chunk, piece = self._plan.sources[pack.source], pack.piece
+        run, outer = 1, piece.digits
+        if outer and outer[-1][1:] == (1, 1):
+            run, outer = outer[-1].count, outer[:-1]
+        first = chunk.offset + piece.base
+        offsets = np.array([first], np.int64)
+        for d in outer:
+            offsets = (offsets[:, None] + np.arange(d.count) * d.address).reshape(-1)
+        total = run * len(offsets)
+        view = self._source[piece.target : piece.target + total].data
+        self._store.read_runs(chunk.file, offsets.tolist(), run, view)
+        self.bytes_read += total
+
+    def _sweep(self, pack: Pack) -> None:
+        """Read through the chunk in windows and pick the runs out of each; whole blocks are checked."""
+        chunk = self._plan.sources[pack.source]
+        low = pack.piece.base // BLOCK * BLOCK
+        high = min(-(-(pack.piece.base + pack.piece.reach + 1) // BLOCK) * BLOCK, chunk.nbytes)
+        size = len(self._window)
+        bounds = [0, *range(low + size, high, size), high]
+        for cell, part in cells(pack.piece, high, bounds):
+            start = max(bounds[cell], low)
+            if start != self._window_at:
+                window = self._window[: bounds[cell + 1] - start]
+                self._store.read_into(chunk.file, chunk.offset + start, [window.data])
+                self.bytes_read += len(window)
+                if chunk.xxh3 is not None and pack.source not in self._verified:
+                    self._check(pack.source, start, window)
+                self._window_at = start
+            copy(self._window, self._source, Piece(part.base - start, part.target, part.digits))
+        self._window_at = -1
 
     def _verify(self, read: Read) -> None:
         """Check the blocks that lie whole in what was read."""

@@ -48,10 +48,7 @@ class FsspecStore:
             "read", url, self._fs.cat_file, path, start=offset, end=offset + nbytes
         )
         if len(data) != nbytes:
-            raise CorruptError(
-                f"{url}: ends at byte {offset + len(data)}, expected at least {offset + nbytes}; it was "
-                "cut short: fetch or write it again"
-            )
+            raise self._short(url, offset + len(data), offset + nbytes)
         return data
 
     def read_into(self, url: str, offset: int, views: Sequence[memoryview]) -> None:
@@ -59,6 +56,17 @@ class FsspecStore:
         for view in views:
             view[:] = data[: len(view)]
             data = data[len(view) :]
+
+    def read_runs(self, url: str, offsets: Sequence[int], nbytes: int, view: memoryview) -> None:
+        path = self._path(url)
+        ends = [offset + nbytes for offset in offsets]
+        found = self._call(
+            "read", url, self._fs.cat_ranges, [path] * len(ends), list(offsets), ends
+        )
+        for number, (offset, data) in enumerate(zip(offsets, found, strict=True)):
+            if len(data) != nbytes:
+                raise self._short(url, offset + len(data), offset + nbytes)
+            view[number * nbytes : (number + 1) * nbytes] = data
 
     def create(self, url: str, nbytes: int) -> None:
         raise self._read_only(url)
@@ -89,6 +97,13 @@ class FsspecStore:
 
     def close(self) -> None:
         """Nothing is kept open between calls."""
+
+    @staticmethod
+    def _short(url: str, end: int, wanted: int) -> CorruptError:
+        return CorruptError(
+            f"{url}: ends at byte {end}, expected at least {wanted}; it was cut short: fetch or write "
+            "it again"
+        )
 
     @staticmethod
     def _read_only(url: str) -> StorageError:

@@ -51,6 +51,16 @@ class LocalStore:
         except OSError as error:
             raise _translate(error, "read", url) from error
 
+    def read_runs(self, url: str, offsets: Sequence[int], nbytes: int, view: memoryview) -> None:
+        try:
+            fd = self._descriptor(url, os.O_RDONLY)
+            for number, offset in enumerate(offsets):
+                run = view[number * nbytes : (number + 1) * nbytes]
+                if os.preadv(fd, [run], offset) != nbytes:
+                    _fill(fd, [run], offset, url)
+        except OSError as error:
+            raise _translate(error, "read", url) from error
+
     def create(self, url: str, nbytes: int) -> None:
         with _translated("create", url):
             Path(url).parent.mkdir(parents=True, exist_ok=True)

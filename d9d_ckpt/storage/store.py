@@ -31,6 +31,10 @@ class Store(Protocol):
         """Fill ``views``, one after the other, from ``offset``."""
         ...
 
+    def read_runs(self, url: str, offsets: Sequence[int], nbytes: int, view: memoryview) -> None:
+        """Fill ``view`` with runs of ``nbytes`` from ``offsets``, side by side."""
+        ...
+
     def create(self, url: str, nbytes: int) -> None:
         """A new file of ``nbytes`` to be written in any order; its directories as well."""
         ...

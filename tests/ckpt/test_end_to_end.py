@@ -10,11 +10,11 @@ from dataclasses import replace
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import d9d_ckpt
 from d9d_ckpt.layout.topology import Topology
-from make_checkpoint import tiny, write, write_real
+from make_checkpoint import config_json, tiny, write, write_real
 
 INDEX = "model.safetensors.index.json"
 TOKENS = torch.arange(24).reshape(2, 12) * 7 % 512
@@ -165,6 +165,34 @@ def test_transformers_loads_what_comes_back_and_computes_the_same_bits(sources, 
     assert before.isfinite().all()
     assert before.std() > 0
     assert torch.equal(before, after)
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("llama", {"attention_bias": True, "mlp_bias": True}),
+        ("qwen2", {"tie_word_embeddings": True}),
+        ("qwen3", {"attention_bias": True, "tie_word_embeddings": True}),
+        ("qwen3_moe", {"attention_bias": True, "mlp_only_layers": [2]}),
+        ("qwen3_moe", {"tie_word_embeddings": True, "decoder_sparse_step": 2}),
+        ("mixtral", {"tie_word_embeddings": True}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "-".join(value),
+)
+def test_options_of_a_family_come_back_too(tmp_path, family, options):
+    """Models that make_checkpoint does not write: biases, dense layers among sparse ones, ties."""
+    sizes = config_json(SOURCES[family]) | options
+    config = AutoConfig.for_model(**{k: v for k, v in sizes.items() if k != "torch_dtype"})
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.05)
+    source = tmp_path / "hf"
+    model.save_pretrained(source)
+    back = cycle(source, tmp_path, "cp_and_kv_replicas", "yaml")
+    assert bits(weights(back)) == bits(weights(source))
+    assert others(back) == others(source)
+    assert torch.equal(logits(loaded(back)), logits(loaded(source)))
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_moe"])

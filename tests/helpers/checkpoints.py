@@ -202,8 +202,10 @@ def equal(a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor]) -> bool:
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Same dtype, shape and bits."""
-    flat = [t.contiguous().reshape(-1).view(torch.uint8) for t in (a, b)]
-    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(*flat)
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    flat = [torch.empty(t.numel(), dtype=t.dtype).copy_(t.reshape(-1)) for t in (a, b)]
+    return torch.equal(*(t.view(torch.uint8) for t in flat))
 
 
 def training(made: Model) -> Tensors:

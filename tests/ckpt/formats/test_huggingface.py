@@ -189,12 +189,16 @@ def test_f19_bin_beside_safetensors_is_ignored_with_a_note(tmp_path):
 def test_f19_a_pickle_is_never_executed(tmp_path):
     src = tmp_path / "src"
     src.mkdir()
-    (src / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'touch " + os.fsencode(src) + b"/x'\ntR.")
+    (src / "pytorch_model.bin").write_bytes(
+        b"cos\nsystem\n(S'touch " + os.fsencode(src) + b"/x'\ntR."
+    )
     refused(moved(src, tmp_path / "dst"), 3, "pytorch_model.bin")
     assert sorted(os.listdir(src)) == ["pytorch_model.bin"]
 
 
-@pytest.mark.parametrize("file", ["../outside.safetensors", "/etc/x", "a/b.safetensors", "", "..", 3])
+@pytest.mark.parametrize(
+    "file", ["../outside.safetensors", "/etc/x", "a/b.safetensors", "", "..", 3]
+)
 def test_f13_index_never_leads_out_of_the_directory(tmp_path, file):
     src = write_hf(tmp_path / "src", ten(), shards=2)
     write_index(src, {"t0": file})
@@ -600,11 +604,26 @@ def test_other_files_go_along_and_weights_of_other_kinds_do_not(tmp_path):
 
 
 def test_same_reads_every_dtype(tmp_path):
-    bits = torch.randint(0, 256, (64,), dtype=torch.uint8, generator=torch.Generator().manual_seed(3))
-    names = (
-        "bool int8 uint8 int16 int32 int64 uint16 uint32 uint64 float16 bfloat16 float32 float64 "
-        "float8_e4m3fn float8_e5m2"
-    ).split()
+    bits = torch.randint(
+        0, 256, (64,), dtype=torch.uint8, generator=torch.Generator().manual_seed(3)
+    )
+    names = [
+        "bool",
+        "int8",
+        "uint8",
+        "int16",
+        "int32",
+        "int64",
+        "uint16",
+        "uint32",
+        "uint64",
+        "float16",
+        "bfloat16",
+        "float32",
+        "float64",
+        "float8_e4m3fn",
+        "float8_e5m2",
+    ]
     weights = {n: bits.view(getattr(torch, n)) if n != "bool" else bits > 9 for n in names}
     src = write_hf(tmp_path / "src", weights)
     convert(src, tmp_path / "dst", "huggingface", "--max-shard-size", 200)

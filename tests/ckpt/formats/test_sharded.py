@@ -160,7 +160,9 @@ def test_chunks_cover_every_tensor_once(dense):
 def test_entries_are_named_by_tensor_and_chunk(dense):
     found = manifest(dense)
     for file in rank_files(dense):
-        names = {n for n, e in found["tensors"].items() for c in e["chunks"] if file.name in c["file"]}
+        names = {
+            n for n, e in found["tensors"].items() for c in e["chunks"] if file.name in c["file"]
+        }
         assert {n.partition("#")[0] for n in read_file(file)} == names
     assert set(read_ranks(dense)) == {0, 1, 2, 3}
 
@@ -179,7 +181,10 @@ def test_a_rank_that_owns_nothing_writes_no_file(tmp_path):
 @pytest.mark.parametrize("version", [0, 2, 17, "1", None])
 def test_an_unknown_version_is_refused_with_its_number(dense, version, tmp_path):
     reseal(dense, version=version)
-    for result in (cli("inspect", dense), cli("convert", dense, tmp_path / "x", "--to", "huggingface")):
+    for result in (
+        cli("inspect", dense),
+        cli("convert", dense, tmp_path / "x", "--to", "huggingface"),
+    ):
         refused(result, 3, "manifest.json", f"version {version!r}", "version 1")
     assert not (tmp_path / "x").exists()
 
@@ -254,7 +259,9 @@ def test_a_tensor_that_its_chunks_do_not_cover_is_refused(dense, tmp_path, chang
     refused(result, 3, "model.norm.weight", "exactly once")
 
 
-@pytest.mark.parametrize("key", ["tensors", "files", "layout", "model", "save_id", "step", "values"])
+@pytest.mark.parametrize(
+    "key", ["tensors", "files", "layout", "model", "save_id", "step", "values"]
+)
 def test_a_manifest_without_a_key_is_refused(dense, key):
     value = manifest(dense)
     del value[key], value["self_xxh3"]
@@ -387,7 +394,9 @@ def test_d08_verify_lists_every_bad_block(large):
     assert result.json["ok"] is False
     found = [(d["file"], d["tensor"], d["expected"]) for d in result.json["damaged"]]
     assert sorted(found) == sorted(bad)
-    assert all(d["found"] != d["expected"] and len(d["found"]) == 16 for d in result.json["damaged"])
+    assert all(
+        d["found"] != d["expected"] and len(d["found"]) == 16 for d in result.json["damaged"]
+    )
     text = cli("verify", large).out
     assert all(file in text and where in text for file, where, _ in bad)
 
@@ -479,7 +488,10 @@ def test_d05_a_sharded_checkpoint_that_lacks_a_tensor_is_refused(dense, tmp_path
     del tensors["model.norm.weight"]
     reseal(dense, tensors=tensors)
     refused(
-        cli("convert", dense, tmp_path / "x", "--to", "huggingface"), 4, "model.norm.weight", "missing"
+        cli("convert", dense, tmp_path / "x", "--to", "huggingface"),
+        4,
+        "model.norm.weight",
+        "missing",
     )
 
 

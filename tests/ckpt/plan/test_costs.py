@@ -25,7 +25,9 @@ LIMIT = limits(64 << 20)
 
 def chunk(name, nbytes, *, checksums):
     count = -(-nbytes // BLOCK)
-    return Chunk(Region((0,), (nbytes,)), name, 0, nbytes, "none", (0,) * count if checksums else None)
+    return Chunk(
+        Region((0,), (nbytes,)), name, 0, nbytes, "none", (0,) * count if checksums else None
+    )
 
 
 def bytes_of(plan, row):
@@ -72,7 +74,7 @@ def told(plan, world, *, whole_blocks):
 @st.composite
 def plans(draw):
     checksums = draw(st.booleans())
-    requests, number = [], 0
+    requests = []
     for n in range(draw(st.integers(1, 3))):
         program = draw(programs(steps=5))
         shape = run(program, values_of, torch).shape
@@ -83,8 +85,7 @@ def plans(draw):
 
         boxes = draw(st.lists(regions(shape), min_size=1, max_size=4))
         ranks = draw(st.lists(st.integers(0, 2), min_size=len(boxes), max_size=len(boxes)))
-        requests.append(Request(f"t{number}", run(program, leaf, build).node, tuple(boxes), ranks))
-        number += 1
+        requests.append(Request(f"t{n}", run(program, leaf, build).node, tuple(boxes), ranks))
     return lower(requests)
 
 

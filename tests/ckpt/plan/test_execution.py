@@ -6,6 +6,7 @@ ones take; a few tensors of megabytes do the same at the real sizes.
 
 from collections import Counter
 from contextlib import ExitStack
+from itertools import pairwise
 from unittest import mock
 
 import numpy as np
@@ -58,7 +59,7 @@ class Sources:
 
     def add(self, tensor):
         """``tensor`` as a lazy one over its bytes, which lie at an odd place of a file."""
-        raw = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        raw = bits(tensor).tobytes()
         number = len(self.files)
         pad = 8 + number * 8
         url = f"file{number}"
@@ -66,7 +67,8 @@ class Sources:
         xxh3 = None
         if self._checksums:
             xxh3 = tuple(
-                checksum.digest(raw[at : at + self._block]) for at in range(0, len(raw), self._block)
+                checksum.digest(raw[at : at + self._block])
+                for at in range(0, len(raw), self._block)
             )
         spec = TensorSpec(dtype_from_torch(str(tensor.dtype)), tuple(tensor.shape))
         chunk = Chunk(Region.whole(spec.shape), url, pad, len(raw), "none", xxh3)
@@ -105,6 +107,7 @@ def plan_of(nodes):
 
 def execute(plan, sources, limit, work, *, exact=False):
     """All of ``work``; the writer and the streamer."""
+    sources.reads.clear()
     written = Written(plan)
     streamer = Streamer(plan, limit, sources, written)
     for unit in work:
@@ -117,7 +120,8 @@ def execute(plan, sources, limit, work, *, exact=False):
 
 
 def bits(tensor):
-    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+    flat = torch.empty(tensor.numel(), dtype=tensor.dtype).copy_(tensor.reshape(-1))
+    return flat.view(torch.uint8).numpy()
 
 
 def check(plan, written, streamer, expected, block):
@@ -152,7 +156,7 @@ def plans(draw):
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("checksums", [False, True])
 def test_random_graphs_equal_eager_torch_whatever_the_memory(checksums, exact):
-    @seeded(250)
+    @seeded(150)
     @given(plans(), st.sampled_from((8, 9, 12, 17, 40, 100)), st.integers(1, 3))
     def holds(drawn, blocks, parts):
         found, boxes = drawn
@@ -185,7 +189,9 @@ def test_every_target_falls_to_exactly_one_unit_or_all_parts_of_one():
         found, boxes = drawn
         with shrunk():
             sources = Sources(checksums=False, block=TINY)
-            nodes = [run(p, lambda n, d, s: sources.add(values_of(n, d, s)), build).node for p in found]
+            nodes = [
+                run(p, lambda n, d, s: sources.add(values_of(n, d, s)), build).node for p in found
+            ]
             plan = plan_of([*zip(nodes, boxes, strict=True)])
             seen = Counter((t, u.part, u.parts) for u in units(plan) for t in u.targets)
             assert set(seen.values()) <= {1}
@@ -215,12 +221,18 @@ def halves(xs, lib):
 CASES = {
     "copy": ([counted(1500, 700)], lambda xs, _: xs[0]),
     "transpose": ([counted(1300, 700, dtype=torch.bfloat16)], lambda xs, _: xs[0].transpose(0, 1)),
-    "wide transpose": ([counted(40, 70_000)], lambda xs, _: xs[0].transpose(0, 1)),
+    "wide transpose": ([counted(40, 33_000)], lambda xs, _: xs[0].transpose(0, 1)),
     "pairs": ([counted(600, 700), -counted(600, 700)], halves),
     "columns": ([counted(1000, 1000)], lambda xs, _: xs[0].narrow(1, 333, 334)),
-    "cat": ([counted(700, 500), counted(1, 500), counted(900, 500)], lambda xs, lib: lib.cat(xs, 0)),
+    "cat": (
+        [counted(700, 500), counted(1, 500), counted(900, 500)],
+        lambda xs, lib: lib.cat(xs, 0),
+    ),
     "cat columns": ([counted(700, 500), counted(700, 300)], lambda xs, lib: lib.cat(xs, 1)),
-    "cast": ([counted(900, 1000)], lambda xs, _: xs[0].to("bfloat16" if lazy(xs) else torch.bfloat16)),
+    "cast": (
+        [counted(900, 1000)],
+        lambda xs, _: xs[0].to("bfloat16" if lazy(xs) else torch.bfloat16),
+    ),
     "shuffle": ([counted(64, 9000)], lambda xs, _: pick(xs[0], [*range(63, -1, -1)])),
     "experts": ([counted(200, 300) + n for n in range(8)], lambda xs, lib: lib.stack(xs, 0)),
 }
@@ -270,7 +282,10 @@ def test_a_unit_reads_each_block_once(name):
     node = make([sources.add(t) for t in leaves], build).node
     shape = node.shape
     rows = shape[0] // 3
-    boxes = [Region.whole(shape).narrow(0, 0, rows), Region.whole(shape).narrow(0, rows, shape[0] - rows)]
+    boxes = [
+        Region.whole(shape).narrow(0, 0, rows),
+        Region.whole(shape).narrow(0, rows, shape[0] - rows),
+    ]
     plan = plan_of([(node, boxes)])
     limit = limits(256 << 20)
     for unit in units(plan):
@@ -340,6 +355,15 @@ def test_u01_buffers_stay_within_the_memory_that_was_given():
                 assert held * threads <= memory
 
 
+def test_a_transpose_beyond_the_buffers_is_not_read_element_by_element():
+    """40 MB turned in 16 MiB: runs of a few hundred bytes would be 100,000s of requests and objects."""
+    sources = Sources(checksums=False, block=BLOCK)
+    node = sources.add(torch.zeros(20_000, 512)).transpose(0, 1).node
+    plan = plan_of([(node, [Region.whole(node.shape)])])
+    reads = [r for u in units(plan) for t in tasks(plan, u, limits(16 << 20)) for r in t.reads]
+    assert len(reads) < 10_000
+
+
 def test_large_targets_are_cut_at_whole_blocks_and_shared_out():
     sources = Sources(checksums=False, block=BLOCK)
     node = sources.add(torch.zeros(3 * (32 << 20) + 5, dtype=torch.uint8)).node
@@ -352,7 +376,7 @@ def test_large_targets_are_cut_at_whole_blocks_and_shared_out():
         edges.append((min(o.start for o in outputs), max(o.start + o.nbytes for o in outputs)))
     assert edges[0][0] == 0
     assert edges[-1][1] == plan.bytes_written
-    assert all(a[1] == b[0] and b[0] % BLOCK == 0 for a, b in zip(edges, edges[1:], strict=False))
+    assert all(a[1] == b[0] and b[0] % BLOCK == 0 for a, b in pairwise(edges))
 
 
 def test_equal_requests_share_their_copies():

@@ -3,7 +3,16 @@
 import fsspec
 import pytest
 import torch
-from helpers.checkpoints import cli, convert, equal, model, read_sharded, refused, training, write_model
+from helpers.checkpoints import (
+    cli,
+    convert,
+    equal,
+    model,
+    read_sharded,
+    refused,
+    training,
+    write_model,
+)
 
 import d9d_ckpt
 from d9d_ckpt.errors import CkptError, CorruptError, MissingError, StorageError
