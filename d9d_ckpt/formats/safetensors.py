@@ -88,6 +88,9 @@ def parse_header(raw: bytes, size: int, url: str) -> Header:
     """
     try:
         parsed = json.loads(raw.decode(), object_pairs_hook=_unique)
+        if b"\\u" in raw:
+            # Only an escape can spell half a character, which no UTF-8 header can hold.
+            json.dumps(parsed, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise CorruptError(f"{url}: the header is not valid JSON: {error}") from None
     if not isinstance(parsed, dict):
@@ -117,8 +120,6 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     out = dict(pairs)
     if len(out) != len(pairs):
         raise ValueError("a key appears twice")
-    for key in out:
-        key.encode()
     return out
 
 

@@ -124,8 +124,8 @@ def _tp_boxes(shape: tuple[int, ...], cut: Cut, topology: Topology, tp_i: int) -
     if cut.units % tp or shape[cut.tp] % tp:
         units = cut.units or shape[cut.tp]
         raise LayoutError(
-            f"{list(shape)}: tp={tp} must divide the {units} units of dim {cut.tp} (size "
-            f"{shape[cut.tp]}); choose another tp"
+            f"{list(shape)}: tp={tp} does not divide the {units} units of dim {cut.tp} "
+            f"(size {shape[cut.tp]}); choose another tp"
         )
     size = shape[cut.tp] // tp
     return [whole.narrow(cut.tp, tp_i * size, size)]

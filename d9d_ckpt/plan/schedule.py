@@ -408,7 +408,7 @@ def _task(plan: Plan, group: _Group, *, exact: bool) -> Task:
                 origin = bit.piece
                 piece = Piece(origin.base + shift, origin.target, origin.digits)
             else:
-                pack, piece, origin = _packed(bit, at)
+                pack, piece, origin = _packed(bit, at, exact=exact)
                 packs.append(pack)
                 at += bit.nbytes
             beside = through[bit.scale] if bit.scale >= 0 else 0
@@ -440,7 +440,7 @@ def _straight(plan: Plan, group: _Group) -> set[int]:
     return out
 
 
-def _packed(bit: _Bit, at: int) -> tuple[Pack, Piece, Piece]:
+def _packed(bit: _Bit, at: int, *, exact: bool) -> tuple[Pack, Piece, Piece]:
     """The runs of ``bit`` put side by side at ``at``, in source order.
 
     Returns:
@@ -460,7 +460,7 @@ def _packed(bit: _Bit, at: int) -> tuple[Pack, Piece, Piece]:
     if bit.item > 1:
         chunk_to_buffer += (Digit(bit.item, 1, 1),)
     piece = Piece(bit.piece.base, at, chunk_to_buffer).merged()
-    sweep = inner < _SWEPT_RUN and bit.nbytes >= BLOCK
+    sweep = not exact and inner < _SWEPT_RUN and bit.nbytes >= BLOCK
     moved = Piece(
         at,
         bit.piece.target,

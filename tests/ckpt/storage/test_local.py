@@ -74,6 +74,20 @@ def test_f21_scattering_reads_fill_every_view(store, tmp_path, monkeypatch, cut)
     assert got == data[1000 : 1000 + len(got)]
 
 
+@pytest.mark.parametrize("cut", [False, True])
+def test_f21_separate_runs_are_put_side_by_side(store, tmp_path, monkeypatch, cut):
+    data, draw = random.Random(1).randbytes(100_000), random.Random(3)
+    (tmp_path / "f").write_bytes(data)
+    if cut:
+        cut_reads_short(monkeypatch)
+    offsets = [draw.randint(0, 98_000) for _ in range(50)]
+    out = bytearray(50 * 1500)
+    store.read_runs(str(tmp_path / "f"), offsets, 1500, memoryview(out))
+    assert out == b"".join(data[at : at + 1500] for at in offsets)
+    with pytest.raises(CorruptError, match="ends at byte 100000, expected at least"):
+        store.read_runs(str(tmp_path / "f"), [0, 99_000], 1500, memoryview(out))
+
+
 def test_f21_scattering_reads_past_the_end(store, tmp_path):
     (tmp_path / "f").write_bytes(bytes(100))
     views = [memoryview(bytearray(30)) for _ in range(5)]
