@@ -97,8 +97,9 @@ def parse_header(raw: bytes, size: int, url: str) -> Header:
         raise CorruptError(f"{url}: the header is not a JSON object")
     metadata = _metadata(parsed.pop("__metadata__", None), url)
     data, found = 8 + len(raw), []
+    seen: dict[Any, tuple[TensorSpec, int]] = {}
     for name, entry in parsed.items():
-        spec, begin, end = _entry(name, entry, url)
+        spec, begin, end = _entry(name, entry, url, seen)
         found.append((begin, end, name, spec))
     found.sort()
     at = 0
@@ -131,14 +132,23 @@ def _metadata(value: object, url: str) -> dict[str, str]:
     return value
 
 
-def _entry(name: str, entry: object, url: str) -> tuple[TensorSpec, int, int]:
+def _entry(
+    name: str, entry: object, url: str, seen: dict[Any, tuple[TensorSpec, int]]
+) -> tuple[TensorSpec, int, int]:
+    """Spec, begin and end of one tensor; ``seen`` has the specs checked so far, which repeat."""
     if not isinstance(entry, dict):
         raise CorruptError(f"{url}: tensor {name!r} has no dtype, shape and data_offsets")
-    spec = spec_of(name, entry.get("dtype"), entry.get("shape"), url)
-    if prod(n or 1 for n in spec.shape) > _MAX_ELEMENTS or spec.numel * spec.dtype.bits % 8:
-        raise CorruptError(
-            f"{url}: tensor {name!r}, {spec.dtype.name}, has no valid shape: {list(spec.shape)}"
-        )
+    dtype, shape = entry.get("dtype"), entry.get("shape")
+    plain = type(dtype) is str and type(shape) is list and set(map(type, shape)) <= {int}
+    key = (dtype, tuple(shape)) if plain else None
+    if key not in seen:
+        spec = spec_of(name, dtype, shape, url)
+        if prod(n or 1 for n in spec.shape) > _MAX_ELEMENTS or spec.numel * spec.dtype.bits % 8:
+            raise CorruptError(
+                f"{url}: tensor {name!r}, {spec.dtype.name}, has no valid shape: {list(spec.shape)}"
+            )
+        seen[key] = spec, spec.nbytes
+    spec, nbytes = seen[key]
     offsets = entry.get("data_offsets")
     if (
         not isinstance(offsets, list)
@@ -148,9 +158,9 @@ def _entry(name: str, entry: object, url: str) -> tuple[TensorSpec, int, int]:
         or not 0 <= offsets[0] <= offsets[1]
     ):
         raise CorruptError(f"{url}: tensor {name!r} has invalid data_offsets {offsets!r}")
-    if offsets[1] - offsets[0] != spec.nbytes:
+    if offsets[1] - offsets[0] != nbytes:
         raise CorruptError(
-            f"{url}: tensor {name!r}, {spec.dtype.name} {list(spec.shape)}, needs {spec.nbytes} bytes, "
+            f"{url}: tensor {name!r}, {spec.dtype.name} {list(spec.shape)}, needs {nbytes} bytes, "
             f"data_offsets hold {offsets[1] - offsets[0]}"
         )
     return spec, offsets[0], offsets[1]

@@ -1,5 +1,6 @@
 """Several processes: the same bytes whatever their number, one cause when one fails, nothing left."""
 
+import contextlib
 import json
 import os
 import signal
@@ -101,49 +102,49 @@ def test_a_bug_in_a_worker_does_not_hang(tmp_path, source, monkeypatch):
     assert not (tmp_path / "x").exists()
 
 
-def started(*argv, **options):
-    return subprocess.Popen(  # noqa: S603
-        [sys.executable, "-m", "d9d_ckpt", *map(str, argv)],
+SLOWLY = """
+import sys, time
+from d9d_ckpt.cli import main
+from d9d_ckpt.storage.local import LocalStore
+write = LocalStore.write
+LocalStore.write = lambda *args: (time.sleep(0.1), write(*args))[1]
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@contextlib.contextmanager
+def running(dst, src, workers):
+    """A conversion in the middle of its writes, each of which takes 0.1 s; ended at the latest here."""
+    argv = ("convert", src, dst, "--to", "sharded", "--layout", "tp=2", "--memory", "8MiB")
+    run = subprocess.Popen(  # noqa: S603
+        [sys.executable, "-c", SLOWLY, *map(str, argv), "--workers", str(workers)],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
-        **options,
     )
-
-
-@pytest.fixture(scope="module")
-def slow_mapping(tmp_path_factory):
-    """A source and a mapping whose conversion takes many seconds: 64 MB turned in 8 MiB."""
-    path = tmp_path_factory.mktemp("slow")
-    src = write_hf(path / "src", {"w": torch.zeros(16_384, 1024)})
-    (path / "m.py").write_text("def f(c):\n    return {'w': c['w'].transpose(0, 1), 'v': c['w']}\n")
-    return src, f"{path}/m.py:f"
-
-
-@pytest.mark.parametrize("workers", [1, 2])
-@pytest.mark.parametrize("whole_group", [False, True])
-def test_an_interrupted_conversion_leaves_nothing_and_exits_130(
-    tmp_path, slow_mapping, workers, whole_group
-):
-    src, mapping = slow_mapping
-    dst = tmp_path / "a" / "dst"
-    run = started(
-        "convert", src, dst, "--to", "sharded", "--layout", "dp_shard=2", "--mapping", mapping,
-        "--memory", "8MiB", "--workers", workers,
-    )  # fmt: skip
     try:
         deadline = time.monotonic() + 30
         while not list(dst.glob("*/*.safetensors")) and time.monotonic() < deadline:
             time.sleep(0.01)
         time.sleep(0.3)
-        assert run.poll() is None, "it was over before it could be interrupted"
-        (os.killpg if whole_group else os.kill)(run.pid, signal.SIGINT)
-        out, err = run.communicate(timeout=10)
+        assert run.poll() is None, run.communicate()
+        yield run
     finally:
         run.kill()
         run.wait()
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("whole_group", [False, True])
+def test_an_interrupted_conversion_leaves_nothing_and_exits_130(
+    tmp_path, source, workers, whole_group
+):
+    dst = tmp_path / "a" / "dst"
+    with running(dst, source[0], workers) as run:
+        (os.killpg if whole_group else os.kill)(run.pid, signal.SIGINT)
+        out, err = run.communicate(timeout=10)
     assert run.returncode == 130
     assert "Traceback" not in err
     assert "interrupted" in err
@@ -152,25 +153,12 @@ def test_an_interrupted_conversion_leaves_nothing_and_exits_130(
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_terminated_conversion_leaves_nothing(tmp_path, slow_mapping, number):
+def test_a_terminated_conversion_leaves_nothing(tmp_path, source, number):
     """What a scheduler sends before it takes the machine, and torchrun to the other ranks."""
-    src, mapping = slow_mapping
     dst = tmp_path / "dst"
-    run = started(
-        "convert", src, dst, "--to", "sharded", "--layout", "dp_shard=2", "--mapping", mapping,
-        "--memory", "8MiB", "--workers", 2,
-    )  # fmt: skip
-    try:
-        deadline = time.monotonic() + 30
-        while not list(dst.glob("*/*.safetensors")) and time.monotonic() < deadline:
-            time.sleep(0.01)
-        time.sleep(0.3)
-        assert run.poll() is None, "it was over before it could be ended"
+    with running(dst, source[0], 2) as run:
         run.send_signal(number)
         _, err = run.communicate(timeout=10)
-    finally:
-        run.kill()
-        run.wait()
     assert run.returncode != 0
     assert "Traceback" not in err
     assert not dst.exists()
