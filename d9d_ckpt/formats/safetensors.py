@@ -139,8 +139,9 @@ def _entry(
     if not isinstance(entry, dict):
         raise CorruptError(f"{url}: tensor {name!r} has no dtype, shape and data_offsets")
     dtype, shape = entry.get("dtype"), entry.get("shape")
-    plain = type(dtype) is str and type(shape) is list and set(map(type, shape)) <= {int}
-    key = (dtype, tuple(shape)) if plain else None
+    key = None
+    if isinstance(dtype, str) and isinstance(shape, list) and set(map(type, shape)) <= {int}:
+        key = dtype, tuple(shape)
     if key not in seen:
         spec = spec_of(name, dtype, shape, url)
         if prod(n or 1 for n in spec.shape) > _MAX_ELEMENTS or spec.numel * spec.dtype.bits % 8:
