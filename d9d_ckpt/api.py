@@ -32,7 +32,7 @@ from d9d_ckpt.plan.plan import Plan
 from d9d_ckpt.plan.requests import held_requests, stored_requests, whole_requests
 from d9d_ckpt.plan.schedule import limits
 from d9d_ckpt.run.checkpoint import Checkpoint, Reader
-from d9d_ckpt.run.commit import Destination
+from d9d_ckpt.run.commit import Destination, Superseded
 from d9d_ckpt.run.compare import Compared, compare, difference
 from d9d_ckpt.run.execute import Done, Work, execute, new_save_id, together
 from d9d_ckpt.run.ranks import Ranks, open_ranks
@@ -40,7 +40,7 @@ from d9d_ckpt.run.verify import Verified
 from d9d_ckpt.run.verify import verify as verify_opened
 from d9d_ckpt.run.workers import Progress, forking
 from d9d_ckpt.storage.opening import normalise, store_for
-from d9d_ckpt.storage.store import Options, Store, join
+from d9d_ckpt.storage.store import Options, Store, is_local, join
 from d9d_ckpt.tensors import DType, dtype_from_torch, parse_bytes
 
 UserMapping = Callable[[Checkpoint], Mapping[str, LazyTensor]]
@@ -259,6 +259,8 @@ def verify(
     watch: Watch | None = None,
 ) -> Verified:
     """Check everything that a checkpoint has checksums for."""
+    if workers is not None and workers < 1:
+        raise UsageError(f"--workers {workers}: at least one is needed")
     opened = open(url, step=step, storage_options=storage_options).opened
     chunks = sum(len(entry.chunks) for entry in opened.catalogue.entries.values())
     progress = _progress(watch, opened.catalogue.nbytes, chunks)
@@ -347,8 +349,9 @@ def _layout_file(path: str) -> Topology:
     try:
         values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError) as error:
+        reason = " ".join(str(error).split())
         raise UsageError(
-            f"--layout {path}: neither AXIS=NUMBER,... nor a readable YAML file: {error}"
+            f"--layout {path}: neither AXIS=NUMBER,... nor a readable YAML file: {reason}"
         ) from error
     if not isinstance(values, dict):
         raise UsageError(f"--layout {path}: must hold keys such as pp: 2")
@@ -398,8 +401,15 @@ def _dequantized_dtype(want: Settings) -> DType | None:
 
 def _by_user(checkpoint: Checkpoint, mapping: UserMapping) -> Selected:
     """The user's own graph; what it leaves out is reported."""
-    made = mapping(checkpoint)
-    given: Mapping[str, object] = made
+    try:
+        made = mapping(checkpoint)
+    except CkptError:
+        raise
+    except Exception as error:  # whatever the user's function does wrong is a fault of the request
+        raise UsageError(f"--mapping: {type(error).__name__}: {error}") from error
+    given: object = made
+    if not isinstance(given, Mapping):
+        raise UsageError(f"--mapping must return {{name: LazyTensor}}, not {given!r}")
     wrong = [name for name, t in given.items() if not isinstance(t, LazyTensor)]
     if wrong or not made:
         raise RequestError(
@@ -415,11 +425,14 @@ def _by_user(checkpoint: Checkpoint, mapping: UserMapping) -> Selected:
 
 
 def _check_destination(source: str, destination: str, want: Settings) -> None:
-    if source == destination or Path(source).resolve() == Path(destination).resolve():
+    inside = is_local(source) and Path(destination).resolve() in Path(source).resolve().parents
+    if inside or Path(source).resolve() == Path(destination).resolve():
         raise DestinationError(
-            f"{destination}: source and destination are the same; write elsewhere"
+            f"{destination}: the source is there ({source}); write to another place"
         )
     store = store_for(destination, want.storage_options)
+    if is_local(destination) and Path(destination).is_file():
+        raise DestinationError(f"{destination}: is a file; a checkpoint is a directory")
     names = store.names(destination)
     if names and not want.overwrite:
         raise DestinationError(
@@ -437,18 +450,31 @@ def _check_save(opened: Opened, want: Settings) -> None:
         store.close()
 
 
-def _superseded(store: Store, url: str) -> tuple[str, ...]:
-    """Files of the checkpoint at ``url``, the one that makes it exist first; unknown files are not ours."""
+def _superseded(store: Store, url: str) -> Superseded:
+    """The checkpoint at ``url``; only what it names and can only be its own counts as part of it."""
     names = store.names(url)
-    if MANIFEST in names:
-        path = join(url, MANIFEST)
-        save_id = json.loads(store.read(path, 0, store.size(path))).get("save_id")
-        return (MANIFEST, str(save_id)) if save_id in names else (MANIFEST,)
-    if INDEX in names:
-        path = join(url, INDEX)
-        weight_map = json.loads(store.read(path, 0, store.size(path))).get("weight_map", {})
-        return (INDEX, *sorted(set(weight_map.values()) & set(names)))
-    return (SINGLE,) if SINGLE in names else ()
+    first = next((name for name in (MANIFEST, INDEX, SINGLE) if name in names), None)
+    if first is None:
+        return Superseded()
+    parts: list[str] = []
+    if first == MANIFEST:
+        save_id = _parsed(store, join(url, MANIFEST)).get("save_id")
+        if save_id in names and any(n.startswith("rank-") for n in store.names(join(url, save_id))):
+            parts.append(save_id)
+    elif first == INDEX:
+        weight_map = _parsed(store, join(url, INDEX)).get("weight_map")
+        listed = weight_map.values() if isinstance(weight_map, dict) else ()
+        parts += [n for n in names if n in set(listed) and n.endswith(".safetensors")]
+    return Superseded((first, *parts), store.mode(join(url, first)))
+
+
+def _parsed(store: Store, url: str) -> dict[str, Any]:
+    """A JSON object; nothing where the file is damaged, which is no reason not to replace it."""
+    try:
+        value = json.loads(store.read(url, 0, store.size(url)))
+    except (ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
 
 
 def _small_files(checkpoint: Checkpoint, selected: Selected, want: Settings) -> dict[str, bytes]:
@@ -465,19 +491,21 @@ def _small_files(checkpoint: Checkpoint, selected: Selected, want: Settings) -> 
     if (want.dtype != "keep" or want.dequantize) and "config.json" in out:
         config = json.loads(out["config.json"])
         keys = [key for key in ("torch_dtype", "dtype") if key in config] or ["torch_dtype"]
-        config |= dict.fromkeys(keys, _dominant(selected))
+        dominant = _dominant(selected)
+        if dominant is not None:
+            config |= dict.fromkeys(keys, dominant)
         if want.dequantize:
             config.pop("quantization_config", None)
         out["config.json"] = json.dumps(config, indent=2, ensure_ascii=False).encode() + b"\n"
     return out
 
 
-def _dominant(selected: Selected) -> str:
+def _dominant(selected: Selected) -> str | None:
     sizes: dict[str, int] = {}
     for node in selected.mapped.nodes.values():
         if node.dtype.floating:
             sizes[node.dtype.torch] = sizes.get(node.dtype.torch, 0) + node.spec.numel
-    return max(sizes, key=lambda name: sizes[name])
+    return max(sizes, key=lambda name: sizes[name], default=None)
 
 
 def _sink(want: Settings, made: Planned, small: Mapping[str, bytes], save_id: str) -> Sink:

@@ -6,7 +6,9 @@ import importlib.util
 import json
 import logging
 import os
+import signal
 import sys
+import threading
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -44,6 +46,9 @@ class _Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit code is 0 only when all that was asked has been done."""
     debug = "debug" in (sys.argv[1:] if argv is None else argv)
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.default_int_handler)
     try:
         args = _parser().parse_args(argv)
         logging.basicConfig(level=args.log_level.upper(), stream=sys.stderr)
@@ -194,8 +199,10 @@ def _mapping(where: str) -> api.UserMapping:
             spec.loader.exec_module(module)
         else:
             module = importlib.import_module(module_name)
-    except (ImportError, OSError, SyntaxError) as error:
-        raise UsageError(f"--mapping {where}: {error}") from error
+    except UsageError:
+        raise
+    except (Exception, SystemExit) as error:  # whatever the user's module does when it is run
+        raise UsageError(f"--mapping {where}: {type(error).__name__}: {error}") from error
     found = getattr(module, function, None)
     if not callable(found):
         raise UsageError(f"--mapping {where}: {module_name} has no function {function}")

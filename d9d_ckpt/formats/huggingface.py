@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from d9d_ckpt.errors import CorruptError, MissingError
@@ -18,8 +18,8 @@ CHECKSUMS = "d9d_xxh3_1MiB"
 
 _WEIGHTS = re.compile(r".*\.(safetensors|bin|pt|pth|ckpt|gguf|h5|msgpack|onnx|index\.json)")
 _SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.safetensors")
-_LARGEST_SMALL = 256 << 20
-"""Files beside the weights above this are not a tokenizer or a config."""
+_LARGEST_SMALL = 64 << 20
+"""Files beside the weights above this are no tokenizer, config or code."""
 
 
 def open_huggingface(store: Store, url: str) -> Opened:
@@ -40,6 +40,7 @@ def open_huggingface(store: Store, url: str) -> Opened:
     headers = {join(url, name): read_header(store, join(url, name)) for name in files}
     if weight_map is not None:
         _check_index(url, weight_map, headers)
+    files_here = store.files(url)
     config = _json(store, join(url, "config.json")) if "config.json" in names else None
     others = [n for n in names if n.endswith((".safetensors", ".bin")) and n not in files]
     return Opened(
@@ -48,13 +49,17 @@ def open_huggingface(store: Store, url: str) -> Opened:
         catalogue=_catalogue(headers),
         config=config,
         metadata=_metadata(headers),
-        small=tuple(_small(store.files(url))),
-        notes=(_ignored(others),) if others else (),
+        small=tuple(_small(files_here)),
+        notes=tuple(_notes(others, files_here)),
     )
 
 
-def _ignored(others: Sequence[str]) -> str:
-    return f"not in the index and ignored: {', '.join(others)}"
+def _notes(others: Sequence[str], files: Mapping[str, int]) -> Iterator[str]:
+    if others:
+        yield f"not in the index and ignored: {', '.join(others)}"
+    large = [n for n in files if files[n] > _LARGEST_SMALL and not _WEIGHTS.fullmatch(n)]
+    if large:
+        yield f"too large to go along: {', '.join(large)}"
 
 
 def _index(store: Store, url: str) -> dict[str, str]:

@@ -44,7 +44,8 @@ class Family:
         hub_experts: How the hub stores experts; empty for dense models.
         fused_name: Part of a name that only the fused layout has.
         tied_by_default: What a config without ``tie_word_embeddings`` means.
-        recomputed: Names of buffers that old checkpoints hold and nobody needs.
+        recomputed: Names of what checkpoints hold and nobody needs: buffers that are computed anew,
+            and the private state of another trainer's kernels.
     """
 
     name: str
@@ -52,7 +53,7 @@ class Family:
     hub_experts: str = ""
     fused_name: str = ".mlp.experts.gate_up_proj"
     tied_by_default: bool = False
-    recomputed: re.Pattern[str] = re.compile(r".*\.rotary_emb\.inv_freq")
+    recomputed: re.Pattern[str] = re.compile(r".*\.rotary_emb\.inv_freq|.*\._extra_state(/.*)?")
 
     def config(self, raw: Mapping[str, Any]) -> ModelConfig:
         """The sizes in a config.json."""

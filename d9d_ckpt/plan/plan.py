@@ -114,3 +114,19 @@ class Plan:
         """Source bytes that lie together in each copy."""
         each = np.array([m.run for m in self.movements] or [0])
         return each[self.rows[:, MOVE]]
+
+    @cached_property
+    def stretches(self) -> dict[int, tuple[int, int]]:
+        """Sources of which one whole stretch is wanted: its first byte and its end."""
+        rows = self.rows[self.rows[:, SOURCE] >= 0]
+        if not len(rows):
+            return {}
+        at = rows[:, SOURCE]
+        low = np.full(len(self.sources), np.iinfo(np.int64).max)
+        high, wanted = np.zeros_like(low), np.zeros_like(low)
+        mine = self.rows[:, SOURCE] >= 0
+        np.minimum.at(low, at, rows[:, FROM])
+        np.maximum.at(high, at, rows[:, FROM] + self.row_hulls[mine])
+        np.add.at(wanted, at, self.row_bytes[mine])
+        whole = np.flatnonzero((wanted > 0) & (wanted >= high - low))
+        return {n: (int(low[n]), int(high[n])) for n in whole.tolist()}

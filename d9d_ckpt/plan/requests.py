@@ -17,7 +17,6 @@ def whole_requests(mapped: Mapped) -> list[Request]:
     return [
         Request(name, node, (Region.whole(node.shape),), (0,))
         for name, node in mapped.nodes.items()
-        if node.spec.numel
     ]
 
 

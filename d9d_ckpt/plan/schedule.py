@@ -215,10 +215,14 @@ class _Span:
             max(self.stop, other.stop),
         )
 
-    def rounded(self, nbytes: int) -> "_Span":
-        """To whole blocks of a chunk of ``nbytes``."""
-        high = min(-(-self.high // BLOCK) * BLOCK, nbytes)
-        return _Span(self.low // BLOCK * BLOCK, high, self.wanted, self.stop)
+    def rounded(self, low: int, high: int) -> "_Span":
+        """To whole blocks, as far as they lie in ``[low, high)``."""
+        return _Span(
+            max(self.low // BLOCK * BLOCK, low),
+            min(-(-self.high // BLOCK) * BLOCK, high),
+            self.wanted,
+            self.stop,
+        )
 
     @property
     def size(self) -> int:
@@ -334,12 +338,23 @@ def _tiles(plan: Plan, target: int, unit: Unit, limit: Limits, *, exact: bool) -
         # Reading runs pays more the longer they are, and wider tiles have longer ones.
         wide = max(BLOCK, limit.tile // _narrowing(plan, target) // BLOCK * BLOCK)
         tiles = _cut(plan, target, total, low, high, wide)
-    if not exact:
-        for tile in tiles:
-            for source, span in tile.spans.items():
-                if plan.sources[source].xxh3 is not None:
-                    tile.spans[source] = span.rounded(plan.sources[source].nbytes)
+    for tile in tiles:
+        for source, span in tile.spans.items():
+            bounds = _block_bounds(plan, source, exact=exact)
+            if bounds is not None:
+                tile.spans[source] = span.rounded(*bounds)
     return tiles
+
+
+def _block_bounds(plan: Plan, source: int, *, exact: bool) -> tuple[int, int] | None:
+    """The stretch of a source with checksums that is read in whole blocks; None: nothing is checked.
+
+    That is all of it, or, where only wanted bytes are read, the one stretch that is wanted whole.
+    """
+    chunk = plan.sources[source]
+    if chunk.xxh3 is None:
+        return None
+    return plan.stretches.get(source) if exact else (0, chunk.nbytes)
 
 
 def _narrowing(plan: Plan, target: int) -> int:
@@ -383,7 +398,7 @@ def _task(plan: Plan, group: _Group, *, exact: bool) -> Task:
         if source in straight:
             continue
         span = group.spans[source]
-        checked = plan.sources[source].xxh3 is not None and not exact
+        checked = _block_bounds(plan, source, exact=exact) is not None
         left -= span.wanted
         if group.holds(span, at, left) and (checked or span.dense):
             shared = checked and span.high - BLOCK < span.stop < span.high
@@ -460,7 +475,7 @@ def _packed(bit: _Bit, at: int, *, exact: bool) -> tuple[Pack, Piece, Piece]:
     if bit.item > 1:
         chunk_to_buffer += (Digit(bit.item, 1, 1),)
     piece = Piece(bit.piece.base, at, chunk_to_buffer).merged()
-    sweep = not exact and inner < _SWEPT_RUN and bit.nbytes >= BLOCK
+    sweep = not exact and inner < _SWEPT_RUN and bit.nbytes >= BLOCK // 4
     moved = Piece(
         at,
         bit.piece.target,

@@ -5,6 +5,7 @@ import os
 import socket
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 from d9d_ckpt.errors import DestinationError, MissingError, StorageError
@@ -13,6 +14,20 @@ from d9d_ckpt.storage.store import Store, join
 from d9d_ckpt.tensors import Target, format_bytes
 
 _CLAIM = ".d9d-claim"
+_OURS, _TMP = ".d9d-", ".tmp"
+
+
+@dataclass(frozen=True)
+class Superseded:
+    """The checkpoint that is replaced.
+
+    Attributes:
+        names: Its files, the one that makes it exist first.
+        mode: Permissions of that one, which its successors take over; None for the usual ones.
+    """
+
+    names: tuple[str, ...] = ()
+    mode: int | None = None
 
 
 @dataclass(frozen=True)
@@ -22,18 +37,18 @@ class Destination:
     Attributes:
         store: The store.
         url: The directory.
-        superseded: Files of the checkpoint that is replaced, commit record first.
+        old: What is replaced.
     """
 
     store: Store
     url: str
-    superseded: Sequence[str] = ()
+    old: Superseded = Superseded()
 
     def prepare(self, arrangement: Arrangement, save_id: str) -> None:
         """Check room, claim the directory and create the files.
 
         Raises:
-            StorageError: Not enough free space.
+            StorageError: Not enough free space, or the store refused; nothing is left of this.
             DestinationError: Another writer has claimed the directory.
         """
         needed = sum(f.nbytes for f in arrangement.files)
@@ -49,8 +64,12 @@ class Destination:
                 f"{self.url}: claimed by another writer ({self._holder()}); if it is gone, delete "
                 f"{join(self.url, _CLAIM)} and the unfinished files"
             )
-        for file in arrangement.files:
-            self.store.create(join(self.url, file.staged), file.nbytes)
+        try:
+            for file in arrangement.files:
+                self.store.create(join(self.url, file.staged), file.nbytes, self.old.mode)
+        except BaseException:
+            self.abort(arrangement, save_id)
+            raise
 
     def _holder(self) -> str:
         path = join(self.url, _CLAIM)
@@ -67,47 +86,82 @@ class Destination:
         digests: Digests,
         small: Mapping[str, bytes],
     ) -> None:
-        """Headers, durable files, final names, then the record: only now the checkpoint exists."""
-        store = self.store
-        for number, file in enumerate(arrangement.files):
-            header = sink.header(arrangement, number, digests)
-            store.write(join(self.url, file.staged), 0, memoryview(header))
-        store.flush()
-        for file in arrangement.files:
-            store.sync(join(self.url, file.staged))
+        """Headers, durable files, final names, then the record: only now the checkpoint exists.
+
+        When a step fails, what was there before is put back.
+        """
+        self._finish(sink, arrangement, digests)
         record = sink.record(targets, arrangement, digests, small)
-        replaced = {file.name for file in arrangement.files} | set(small)
         renamed = [f for f in arrangement.files if f.staged != f.name]
-        if renamed and self.superseded and self.superseded[0] not in replaced:
-            # From here to the record the old set is gone: a mixed one must never look complete.
-            self._delete(self.superseded[:1])
-        for directory in sorted({f.staged.rpartition("/")[0] for f in arrangement.files}):
-            store.sync(join(self.url, directory) if directory else self.url)
-        for name, content in small.items():
-            self._put(Record(name, content))
-        for file in renamed:
-            store.publish(join(self.url, file.staged), join(self.url, file.name))
-        store.sync(self.url)
+        new = {f.name for f in arrangement.files} | set(small)
         if record is not None:
-            self._put(record)
-            store.sync(self.url)
-            replaced.add(record.name)
-        self._delete([name for name in self.superseded if name not in replaced])
-        self._delete([_CLAIM])
+            new.add(record.name)
+        with ExitStack() as undo:
+            # A single file takes the place of a single file at once; any other set of files to be
+            # renamed could be mixed with the old one, which must not look complete meanwhile.
+            if renamed and self.old.names != tuple(f.name for f in renamed):
+                for name in self.old.names:
+                    self._set_aside(name, undo)
+            for name, content in small.items():
+                self._put_small(name, content, undo)
+            for file in renamed:
+                self.store.publish(join(self.url, file.staged), join(self.url, file.name))
+                if self.old.names != (file.name,):
+                    undo.callback(self.store.delete, join(self.url, file.name))
+            self.store.sync(self.url)
+            if record is not None:
+                self._put(record)
+            self.store.sync(self.url)
+            undo.pop_all()
+        self._delete([name for name in self.old.names if name not in new])
+        self._delete([*self._leftovers(), _CLAIM])
 
     def abort(self, arrangement: Arrangement, save_id: str) -> None:
         """Remove what this save has written; what was there before stays."""
         self._delete([f.staged for f in arrangement.files])
-        self._delete([save_id, _CLAIM])
+        self._delete([save_id, *self._leftovers(), _CLAIM])
         self.store.remove_empty(self.url)
 
+    def _finish(self, sink: Sink, arrangement: Arrangement, digests: Digests) -> None:
+        """Headers, then everything durable."""
+        for number, file in enumerate(arrangement.files):
+            header = sink.header(arrangement, number, digests)
+            self.store.write(join(self.url, file.staged), 0, memoryview(header))
+        self.store.flush()
+        for file in arrangement.files:
+            self.store.sync(join(self.url, file.staged))
+        for directory in sorted({f.staged.rpartition("/")[0] for f in arrangement.files}):
+            self.store.sync(join(self.url, directory) if directory else self.url)
+
+    def _set_aside(self, name: str, undo: ExitStack) -> None:
+        url, aside = join(self.url, name), join(self.url, f"{_OURS}old.{name}{_TMP}")
+        self.store.publish(url, aside)
+        undo.callback(self.store.publish, aside, url)
+
+    def _put_small(self, name: str, content: bytes, undo: ExitStack) -> None:
+        url = join(self.url, name)
+        try:
+            before = self.store.read(url, 0, self.store.size(url))
+        except MissingError:
+            undo.callback(self.store.delete, url)
+        else:
+            if before == content:
+                return
+            undo.callback(self._put, Record(name, before))
+        self._put(Record(name, content))
+
     def _put(self, record: Record) -> None:
-        staged = join(self.url, f".d9d-{record.name}.tmp")
-        self.store.create(staged, len(record.content))
+        staged = join(self.url, f"{_OURS}{record.name}{_TMP}")
+        self.store.create(staged, len(record.content), self.old.mode)
         self.store.write(staged, 0, memoryview(record.content))
         self.store.flush()
         self.store.sync(staged)
         self.store.publish(staged, join(self.url, record.name))
+
+    def _leftovers(self) -> list[str]:
+        """Temporary files of small ones and of what was set aside; the claim says they are ours."""
+        names = self.store.names(self.url)
+        return [name for name in names if name.startswith(_OURS) and name.endswith(_TMP)]
 
     def _delete(self, names: Sequence[str]) -> None:
         for name in names:

@@ -134,9 +134,7 @@ class Streamer:
 
     def _from_kept(self, read: Read) -> Read:
         """What is left to read when its first block was kept from the task before."""
-        kept = None
-        if read.offset % BLOCK == 0:
-            kept = self._kept.pop((read.source, read.offset // BLOCK), None)
+        kept = self._kept.pop((read.source, read.offset), None)
         if kept is None:
             return read
         done = min(len(kept), read.nbytes)
@@ -144,9 +142,9 @@ class Streamer:
         return Read(read.source, read.offset + done, read.nbytes - done, read.at + done)
 
     def _keep(self, read: Read) -> None:
-        last = (read.offset + read.nbytes - 1) // BLOCK
-        low = read.at + last * BLOCK - read.offset
-        self._kept[read.source, last] = self._source[low : read.at + read.nbytes].tobytes()
+        start = max((read.offset + read.nbytes - 1) // BLOCK * BLOCK, read.offset)
+        low = read.at + start - read.offset
+        self._kept[read.source, start] = self._source[low : read.at + read.nbytes].tobytes()
         if len(self._kept) > self._most_kept:
             self._kept.popitem(last=False)
 

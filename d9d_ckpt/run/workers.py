@@ -187,6 +187,8 @@ class _Processes:
             return _Child(pid, ours)
         # Only the parent answers the keyboard; it ends its children itself.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
         code = 1
         try:
             os.close(ours)
@@ -195,6 +197,8 @@ class _Processes:
             report = _Report(theirs)
             report.send("done", self._outcome(own, queues, report))
             code = 0
+        except BrokenPipeError:
+            code = 1  # the parent is gone, and with it whoever could be told
         except BaseException:  # noqa: BLE001 - a child must never return into the parent's frames
             traceback.print_exc()
         finally:
@@ -211,6 +215,7 @@ class _Processes:
         waiting = {child.pipe: child for child in children}
         while waiting:
             ready, _, _ = select.select(list(waiting), [], [], 1.0)
+            self._progress(0, 0)
             for pipe in ready:
                 child = waiting[pipe]
                 data = os.read(pipe, 1 << 20)

@@ -5,7 +5,7 @@ from typing import Any
 
 import fsspec
 
-from d9d_ckpt.errors import CorruptError, MissingError, StorageError
+from d9d_ckpt.errors import CorruptError, MissingError, StorageError, UsageError
 from d9d_ckpt.storage.store import Options
 
 
@@ -17,7 +17,10 @@ class FsspecStore:
     """
 
     def __init__(self, url: str, options: Options) -> None:
-        self._fs, _ = fsspec.core.url_to_fs(url, **{"use_listings_cache": False, **options})
+        try:
+            self._fs, _ = fsspec.core.url_to_fs(url, **{"use_listings_cache": False, **options})
+        except (ValueError, ImportError) as error:
+            raise UsageError(f"{url}: {error}") from error
 
     def size(self, url: str) -> int:
         return int(self._call("stat", url, self._fs.info, self._path(url), refresh=True)["size"])
@@ -68,7 +71,7 @@ class FsspecStore:
                 raise self._short(url, offset + len(data), offset + nbytes)
             view[number * nbytes : (number + 1) * nbytes] = data
 
-    def create(self, url: str, nbytes: int) -> None:
+    def create(self, url: str, nbytes: int, mode: int | None = None) -> None:
         raise self._read_only(url)
 
     def write(self, url: str, offset: int, view: memoryview) -> None:
@@ -85,6 +88,9 @@ class FsspecStore:
 
     def sync(self, url: str) -> None:
         raise self._read_only(url)
+
+    def mode(self, url: str) -> int | None:
+        """Nothing: such stores have no permissions of this kind."""
 
     def publish(self, url: str, new: str) -> None:
         raise self._read_only(url)

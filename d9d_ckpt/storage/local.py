@@ -61,12 +61,14 @@ class LocalStore:
         except OSError as error:
             raise _translate(error, "read", url) from error
 
-    def create(self, url: str, nbytes: int) -> None:
+    def create(self, url: str, nbytes: int, mode: int | None = None) -> None:
         with _translated("create", url):
             Path(url).parent.mkdir(parents=True, exist_ok=True)
             fd = os.open(url, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
             try:
                 os.ftruncate(fd, nbytes)
+                if mode is not None:
+                    os.fchmod(fd, mode)
             finally:
                 os.close(fd)
 
@@ -106,6 +108,13 @@ class LocalStore:
                 os.fsync(fd)
             finally:
                 os.close(fd)
+
+    def mode(self, url: str) -> int | None:
+        with _translated("stat", url):
+            try:
+                return Path(url).stat().st_mode & 0o777
+            except FileNotFoundError:
+                return None
 
     def publish(self, url: str, new: str) -> None:
         with _translated("rename", url):

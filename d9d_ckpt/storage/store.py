@@ -35,8 +35,11 @@ class Store(Protocol):
         """Fill ``view`` with runs of ``nbytes`` from ``offsets``, side by side."""
         ...
 
-    def create(self, url: str, nbytes: int) -> None:
-        """A new file of ``nbytes`` to be written in any order; its directories as well."""
+    def create(self, url: str, nbytes: int, mode: int | None = None) -> None:
+        """A new file of ``nbytes`` to be written in any order; its directories as well.
+
+        ``mode`` are its permissions; None leaves them to the umask.
+        """
         ...
 
     def write(self, url: str, offset: int, view: memoryview) -> None:
@@ -57,6 +60,10 @@ class Store(Protocol):
 
     def sync(self, url: str) -> None:
         """Make a file, or the entries of a directory, durable."""
+        ...
+
+    def mode(self, url: str) -> int | None:
+        """Permissions of a file; None where the place has none, or there is no such file."""
         ...
 
     def publish(self, url: str, new: str) -> None:
