@@ -206,7 +206,10 @@ def _written(source: str, destination: str, want: Settings, watch: Watch | None)
     save_id = ranks.broadcast(new_save_id())
     work = _work(made, destination, want, save_id, _workers(want, ranks))
     total, chunks = made.plan.bytes_written, len(made.plan.targets)
-    done = execute(work, ranks, _progress(watch, total, chunks))
+    try:
+        done = execute(work, ranks, _progress(watch, total, chunks))
+    finally:
+        work.destination.store.close()
     if want.verify and ranks.rank == 0:
         _read_back(destination, want)
     return _report(made, destination, want, done, time.monotonic() - started)
@@ -428,7 +431,8 @@ def _check_destination(source: str, destination: str, want: Settings) -> None:
     inside = is_local(source) and Path(destination).resolve() in Path(source).resolve().parents
     if inside or Path(source).resolve() == Path(destination).resolve():
         raise DestinationError(
-            f"{destination}: the source is there ({source}); write to another place"
+            f"{destination}: source and destination are the same, or {source} lies inside it; write "
+            "to another place"
         )
     store = store_for(destination, want.storage_options)
     if is_local(destination) and Path(destination).is_file():
@@ -451,21 +455,21 @@ def _check_save(opened: Opened, want: Settings) -> None:
 
 
 def _superseded(store: Store, url: str) -> Superseded:
-    """The checkpoint at ``url``; only what it names and can only be its own counts as part of it."""
+    """What makes the checkpoint at ``url``, in every format; unknown files are not part of it."""
     names = store.names(url)
-    first = next((name for name in (MANIFEST, INDEX, SINGLE) if name in names), None)
-    if first is None:
+    records = [name for name in (MANIFEST, INDEX, SINGLE) if name in names]
+    if not records:
         return Superseded()
     parts: list[str] = []
-    if first == MANIFEST:
+    if MANIFEST in records:
         save_id = _parsed(store, join(url, MANIFEST)).get("save_id")
         if save_id in names and any(n.startswith("rank-") for n in store.names(join(url, save_id))):
             parts.append(save_id)
-    elif first == INDEX:
+    if INDEX in records:
         weight_map = _parsed(store, join(url, INDEX)).get("weight_map")
-        listed = weight_map.values() if isinstance(weight_map, dict) else ()
-        parts += [n for n in names if n in set(listed) and n.endswith(".safetensors")]
-    return Superseded((first, *parts), store.mode(join(url, first)))
+        listed = list(weight_map.values()) if isinstance(weight_map, dict) else []
+        parts += [n for n in names if n in listed and n.endswith(".safetensors")]
+    return Superseded(tuple(dict.fromkeys((*records, *parts))), store.mode(join(url, records[0])))
 
 
 def _parsed(store: Store, url: str) -> dict[str, Any]:

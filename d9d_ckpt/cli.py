@@ -12,6 +12,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NoReturn
 
 from d9d_ckpt import api
@@ -191,16 +192,11 @@ def _mapping(where: str) -> api.UserMapping:
     if not colon:
         raise UsageError(f"--mapping {where}: must be path.py:function or package.module:function")
     try:
-        if module_name.endswith(".py"):
-            spec = importlib.util.spec_from_file_location(Path(module_name).stem, module_name)
-            if spec is None or spec.loader is None:
-                raise UsageError(f"--mapping {where}: cannot load {module_name}")
-            module = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(module)
-        else:
-            module = importlib.import_module(module_name)
-    except UsageError:
-        raise
+        module = (
+            _loaded(module_name)
+            if module_name.endswith(".py")
+            else importlib.import_module(module_name)
+        )
     except (Exception, SystemExit) as error:  # whatever the user's module does when it is run
         raise UsageError(f"--mapping {where}: {type(error).__name__}: {error}") from error
     found = getattr(module, function, None)
@@ -208,6 +204,15 @@ def _mapping(where: str) -> api.UserMapping:
         raise UsageError(f"--mapping {where}: {module_name} has no function {function}")
     mapping: api.UserMapping = found
     return mapping
+
+
+def _loaded(path: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"cannot load {path}")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def _parser() -> argparse.ArgumentParser:

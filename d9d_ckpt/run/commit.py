@@ -22,8 +22,8 @@ class Superseded:
     """The checkpoint that is replaced.
 
     Attributes:
-        names: Its files, the one that makes it exist first.
-        mode: Permissions of that one, which its successors take over; None for the usual ones.
+        names: Its files, those that make it exist first.
+        mode: Permissions of the first, which its successors take over; None for the usual ones.
     """
 
     names: tuple[str, ...] = ()
@@ -103,14 +103,14 @@ class Destination:
                 for name in self.old.names:
                     self._set_aside(name, undo)
             for name, content in small.items():
-                self._put_small(name, content, undo)
+                self._replace(Record(name, content), undo)
             for file in renamed:
                 self.store.publish(join(self.url, file.staged), join(self.url, file.name))
                 if self.old.names != (file.name,):
                     undo.callback(self.store.delete, join(self.url, file.name))
             self.store.sync(self.url)
             if record is not None:
-                self._put(record)
+                self._replace(record, undo)
             self.store.sync(self.url)
             undo.pop_all()
         self._delete([name for name in self.old.names if name not in new])
@@ -138,17 +138,17 @@ class Destination:
         self.store.publish(url, aside)
         undo.callback(self.store.publish, aside, url)
 
-    def _put_small(self, name: str, content: bytes, undo: ExitStack) -> None:
-        url = join(self.url, name)
+    def _replace(self, record: Record, undo: ExitStack) -> None:
+        url = join(self.url, record.name)
         try:
             before = self.store.read(url, 0, self.store.size(url))
         except MissingError:
             undo.callback(self.store.delete, url)
         else:
-            if before == content:
+            if before == record.content:
                 return
-            undo.callback(self._put, Record(name, before))
-        self._put(Record(name, content))
+            undo.callback(self._put, Record(record.name, before))
+        self._put(record)
 
     def _put(self, record: Record) -> None:
         staged = join(self.url, f"{_OURS}{record.name}{_TMP}")

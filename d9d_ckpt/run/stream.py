@@ -88,7 +88,6 @@ class Streamer:
         self._plan, self._store, self._writer = plan, store, writer
         self._source: Buffer = np.empty(limit.source, np.uint8)
         self._window: Buffer = np.empty(limit.sweep, np.uint8)
-        self._window_at = -1
         self._out: Buffer = np.empty(limit.tile, np.uint8)
         self._kept: OrderedDict[tuple[int, int], bytes] = OrderedDict()
         self._verified: set[int] = set()
@@ -100,11 +99,14 @@ class Streamer:
         for source in task.verify:
             self._verify_whole(source)
         self._read(task.reads)
+        swept: dict[int, list[Piece]] = {}
         for pack in task.packs:
             if pack.sweep:
-                self._sweep(pack)
+                swept.setdefault(pack.source, []).append(pack.piece)
             else:
                 self._pack(pack)
+        for source, pieces in swept.items():
+            self._sweep(source, pieces)
         for output in task.outputs:
             view = self._assemble(output)
             if self._hashing:
@@ -181,24 +183,27 @@ class Streamer:
         self._store.read_runs(chunk.file, offsets.tolist(), run, view)
         self.bytes_read += total
 
-    def _sweep(self, pack: Pack) -> None:
+    def _sweep(self, source: int, pieces: Sequence[Piece]) -> None:
         """Read through the chunk in windows and pick the runs out of each; whole blocks are checked."""
-        chunk = self._plan.sources[pack.source]
-        low = pack.piece.base // BLOCK * BLOCK
-        high = min(-(-(pack.piece.base + pack.piece.reach + 1) // BLOCK) * BLOCK, chunk.nbytes)
-        size = len(self._window)
+        chunk, size = self._plan.sources[source], len(self._window)
+        low = min(p.base for p in pieces) // BLOCK * BLOCK
+        stop = max(p.base + p.reach for p in pieces) + 1
+        high = min(-(-stop // BLOCK) * BLOCK, chunk.nbytes)
         bounds = [0, *range(low + size, high, size), high]
-        for cell, part in cells(pack.piece, high, bounds):
+        parts: dict[int, list[Piece]] = {}
+        for piece in pieces:
+            for cell, part in cells(piece, high, bounds):
+                parts.setdefault(cell, []).append(part)
+        for cell in sorted(parts):
             start = max(bounds[cell], low)
-            if start != self._window_at:
-                window = self._window[: bounds[cell + 1] - start]
-                self._store.read_into(chunk.file, chunk.offset + start, [window.data])
-                self.bytes_read += len(window)
-                if chunk.xxh3 is not None and pack.source not in self._verified:
-                    self._check(pack.source, start, window)
-                self._window_at = start
-            copy(self._window, self._source, Piece(part.base - start, part.target, part.digits))
-        self._window_at = -1
+            window = self._window[: bounds[cell + 1] - start]
+            self._store.read_into(chunk.file, chunk.offset + start, [window.data])
+            self.bytes_read += len(window)
+            if chunk.xxh3 is not None and source not in self._verified:
+                self._check(source, start, window)
+            for part in parts[cell]:
+                inside = Piece(part.base - start, part.target, part.digits)
+                copy(window, self._source, inside)
 
     def _verify(self, read: Read) -> None:
         """Check the blocks that lie whole in what was read."""

@@ -43,7 +43,7 @@ def shrunk():
         (schedule, "_STRAIGHT_BYTES", 48),
         (schedule, "_STRAIGHT_RUN", 12),
         (schedule, "_SWEEP", 4 * TINY),
-        (schedule, "_SWEPT_RUN", 24),
+        (schedule, "_SWEPT_GAP", 24),
         (schedule, "_MOST_KEPT", 3),
         (assign, "SHORT", 32),
         (assign, "_UNIT", 16 * TINY),
