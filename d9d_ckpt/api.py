@@ -25,7 +25,15 @@ from d9d_ckpt.graph.node import Node
 from d9d_ckpt.graph.pushdown import leaves
 from d9d_ckpt.layout.topology import Topology, layout_from, parse_layout
 from d9d_ckpt.models.family import Mapped
-from d9d_ckpt.models.select import Selected, Source, cast_floats, missing, select, to_names_of
+from d9d_ckpt.models.select import (
+    Selected,
+    Source,
+    Wanted,
+    cast_floats,
+    missing,
+    select,
+    to_names_of,
+)
 from d9d_ckpt.plan.explain import RankCost, amplification, costs
 from d9d_ckpt.plan.lower import lower
 from d9d_ckpt.plan.plan import Plan
@@ -64,6 +72,7 @@ class Settings:
         memory: Bytes of tensor data in flight in a process.
         workers: Local processes; None means one per core, and one each under a launcher.
         verify: Read the destination back before success is said.
+        copy_tied: Write a tied head to a Hugging Face target as a second, real tensor.
         overwrite: Replace a complete destination, once the new one is complete.
         storage_options: Passed to fsspec.
         step: Which step of a run directory.
@@ -81,6 +90,7 @@ class Settings:
     memory: str | int = "1GiB"
     workers: int | None = None
     verify: bool = False
+    copy_tied: bool = False
     overwrite: bool = False
     storage_options: Options = field(default_factory=dict)
     step: int | None = None
@@ -332,6 +342,8 @@ def _check_words(want: Settings) -> None:
         raise UsageError(f"--to {want.to}: not available yet; sharded and huggingface are")
     if want.hf_experts not in (None, "split", "fused"):
         raise UsageError(f"--hf-experts {want.hf_experts}: must be split or fused")
+    if want.copy_tied and want.to == "sharded":
+        raise UsageError("--copy-tied is about a Hugging Face target; drop it")
     if want.hf_experts and want.to == "sharded":
         raise UsageError("--hf-experts says how a Hugging Face target stores experts; drop it")
 
@@ -371,10 +383,9 @@ def _source(checkpoint: Checkpoint, nodes: Mapping[str, Node]) -> Source:
     return Source(o.format, nodes, o.config, o.family, o.experts)
 
 
-def _same(checkpoint: Checkpoint) -> Callable[[str, str], float | None]:
-    def same(a: str, b: str) -> float | None:
-        pair = (checkpoint[a].node, checkpoint[b].node)
-        found = difference(a, pair, (checkpoint.reader, checkpoint.reader))
+def _same(checkpoint: Checkpoint) -> Callable[[Node, Node], float | None]:
+    def same(a: Node, b: Node) -> float | None:
+        found = difference("", (a, b), (checkpoint.reader, checkpoint.reader))
         return found.max_abs if found else None
 
     return same
@@ -385,9 +396,10 @@ def _selected(checkpoint: Checkpoint, want: Settings) -> Selected:
         selected = _by_user(checkpoint, want.mapping)
     else:
         source = _source(checkpoint, _nodes(checkpoint))
-        floats = _dequantized_dtype(want)
-        same = _same(checkpoint)
-        selected = select(source, want.to, want.model, want.hf_experts, same, floats)
+        wanted = Wanted(
+            want.to, want.model, want.hf_experts, _dequantized_dtype(want), want.copy_tied
+        )
+        selected = select(source, wanted, _same(checkpoint))
     if want.dtype != "keep":
         dtype = dtype_from_torch(want.dtype)
         if not dtype.floating:

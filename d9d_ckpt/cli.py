@@ -28,6 +28,7 @@ _FLAGS = (
     "hf_experts",
     "dtype",
     "dequantize",
+    "copy_tied",
     "max_shard_size",
     "memory",
     "workers",
@@ -291,6 +292,9 @@ def _add_settings(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--hf-experts", choices=("split", "fused"), help="of a huggingface target")
     sub.add_argument("--dtype", default="keep", help="cast floats to this torch dtype")
     sub.add_argument("--dequantize", action="store_true", help="fp8 with scales to --dtype or bf16")
+    sub.add_argument(
+        "--copy-tied", action="store_true", help="write a tied head as a second, real tensor"
+    )
     sub.add_argument("--codec", default="none", help="none; zstd is not available yet")
     sub.add_argument("--max-shard-size", default="5GB", help="of a huggingface file (5GB)")
     sub.add_argument("--memory", default="1GiB", help="tensor bytes in flight per process (1GiB)")

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from d9d_ckpt.graph.build import LazyTensor, cat, stack
 from d9d_ckpt.layout.placement import Cut, Heads, Placement
 from d9d_ckpt.models.config import ModelConfig
-from d9d_ckpt.models.family import Rule, Shape
+from d9d_ckpt.models.family import EMBEDDING, HEAD, Rule, Shape
 
 Builder = Callable[[Sequence[LazyTensor]], LazyTensor]
 
@@ -33,10 +33,10 @@ def ends(c: ModelConfig) -> Iterator[Rule]:
     """Embedding, final norm and head."""
     vocab = Cut(tp=0, vocab=True)
     table = (c.vocab, c.hidden)
-    yield kept("model.embed_tokens.weight", table, Placement("first", vocab, tied=c.tied))
+    yield kept(EMBEDDING, table, Placement("first", vocab, tied=c.tied))
     yield kept("model.norm.weight", (c.hidden,), Placement("last"))
     if not c.tied:
-        yield kept("lm_head.weight", table, Placement("last", vocab))
+        yield kept(HEAD, table, Placement("last", vocab))
 
 
 def norms(c: ModelConfig, layer: int) -> Iterator[Rule]:

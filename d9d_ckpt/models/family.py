@@ -16,6 +16,8 @@ from d9d_ckpt.tensors import TensorSpec
 
 Shape = tuple[int, ...]
 
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
 
 @dataclass(frozen=True, slots=True)
 class Rule:
@@ -150,6 +152,21 @@ def to_huggingface(
     left = [name for name in sources if name not in used]
     _refuse(family, wrong, missing, left, sources)
     return Mapped(nodes, {}, config.layers)
+
+
+def with_head(family: Family, config: ModelConfig, mapped: Mapped) -> Mapped:
+    """A tied head as a second, real copy of the embedding.
+
+    Raises:
+        MappingError: The head is not tied.
+    """
+    if not config.tied:
+        raise MappingError(
+            f"{family.name}: config.json does not tie the head, so it has no copy to write"
+        )
+    nodes = dict(mapped.nodes)
+    nodes[HEAD] = nodes[EMBEDDING]
+    return Mapped(nodes, mapped.placements, mapped.layers)
 
 
 def placements_of(family: Family, config: ModelConfig) -> dict[str, Placement]:

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from d9d_ckpt.errors import MappingError, MissingError, RequestError
@@ -10,12 +10,15 @@ from d9d_ckpt.graph import ops
 from d9d_ckpt.graph.node import Node
 from d9d_ckpt.models.config import ModelConfig
 from d9d_ckpt.models.family import (
+    EMBEDDING,
+    HEAD,
     Family,
     Mapped,
     nearest,
     placements_of,
     to_huggingface,
     to_training,
+    with_head,
 )
 from d9d_ckpt.models.quantized import QUANTIZED, dequantized
 from d9d_ckpt.models.registry import family, family_of
@@ -27,8 +30,8 @@ WRAPPERS = frozenset({"_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoin
 _KEPT_FP32 = re.compile(r".*(inv_freq|e_score_correction_bias|_scale|_scale_inv|\.scales?)")
 """Tensors whose values a cast would ruin."""
 
-Same = Callable[[str, str], float | None]
-"""Largest absolute difference of two tensors of the source; None where they are bit-equal."""
+Same = Callable[[Node, Node], float | None]
+"""Largest absolute difference of two tensors of one spec; None where they are bit-equal."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,25 @@ class Source:
     config: Mapping[str, Any] | None
     family: str | None = None
     experts: str = ""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What is asked of a mapping.
+
+    Attributes:
+        to: ``sharded`` or ``huggingface``.
+        model: A family's name, or ``auto``.
+        hf_experts: ``split``, ``fused``, or None for as it was.
+        dequantize: What quantised weights become; None leaves them as they are.
+        copy_tied: Write a tied head as a second, real tensor.
+    """
+
+    to: str
+    model: str = "auto"
+    hf_experts: str | None = None
+    dequantize: DType | None = None
+    copy_tied: bool = False
 
 
 @dataclass(frozen=True)
@@ -82,34 +104,21 @@ def chosen(source: Source, model: str) -> Family | None:
     return family_of(source.config)
 
 
-def select(
-    source: Source,
-    to: str,
-    model: str,
-    hf_experts: str | None,
-    same: Same,
-    dequantize: DType | None = None,
-) -> Selected:
-    """The mapping from ``source`` to format ``to``.
+def select(source: Source, want: Wanted, same: Same) -> Selected:
+    """The mapping from ``source`` to what is wanted.
 
     Args:
         source: What there is.
-        to: ``sharded`` or ``huggingface``.
-        model: A family's name, or ``auto``.
-        hf_experts: ``split``, ``fused``, or None for as it was.
+        want: Target format and choices.
         same: Compares two source tensors, for tied heads stored twice.
-        dequantize: What quantised weights become; None leaves them as they are.
 
     Raises:
         RequestError: No family, or the tensors do not fit it.
     """
-    if source.format == to and not hf_experts:
-        kin = chosen(source, model) if source.format == "sharded" or model != "auto" else None
-        if dequantize is not None:
-            nodes = dequantized(source.nodes, source.config or {}, dequantize)
-            source = replace(source, nodes=nodes)
-        return _unmapped(source, kin)
-    kin = chosen(source, model)
+    if source.format == want.to and not want.hf_experts and not want.copy_tied:
+        named = source.format == "sharded" or want.model != "auto"
+        return _unmapped(source, chosen(source, want.model) if named else None, want)
+    kin = chosen(source, want.model)
     if kin is None:
         raise RequestError(
             "the source was written by a mapping of its user's; give --mapping again"
@@ -117,27 +126,40 @@ def select(
     if source.config is None:
         raise RequestError(f"{kin.name} needs the sizes in config.json, which the source lacks")
     config = kin.config(source.config)
-    if to == "sharded":
-        return _forward(source, kin, config, same, dequantize)
-    experts = hf_experts or source.experts or kin.hub_experts
-    if hf_experts and not kin.hub_experts:
-        raise RequestError(f"--hf-experts {hf_experts}: {kin.name} has no experts")
+    if want.to == "sharded":
+        return _forward(source, kin, config, want, same)
+    return _backward(source, kin, config, want, same)
+
+
+def _backward(
+    source: Source, kin: Family, config: ModelConfig, want: Wanted, same: Same
+) -> Selected:
+    """Towards Hugging Face names, from training names or from another layout of the experts."""
+    if want.hf_experts and not kin.hub_experts:
+        raise RequestError(f"--hf-experts {want.hf_experts}: {kin.name} has no experts")
     if source.format == "huggingface":
-        there = _forward(source, kin, config, same, dequantize)
-        mapped = to_huggingface(kin, config, experts, there.mapped.nodes)
-        return Selected(mapped, kin.name, experts, there.dropped)
-    nodes, dropped = _without_run_state(source.nodes)
+        there = _forward(source, kin, config, want, same)
+        nodes, dropped, experts = there.mapped.nodes, there.dropped, there.experts
+    else:
+        nodes, dropped = _without_run_state(source.nodes)
+        experts = source.experts or kin.hub_experts
+    experts = want.hf_experts or experts
     mapped = to_huggingface(kin, config, experts, nodes)
+    if want.copy_tied:
+        mapped = with_head(kin, config, mapped)
+        dropped = tuple(name for name in dropped if name != HEAD)
     return Selected(mapped, kin.name, experts, dropped)
 
 
-def _unmapped(source: Source, kin: Family | None) -> Selected:
+def _unmapped(source: Source, kin: Family | None, want: Wanted) -> Selected:
+    nodes = source.nodes
+    if want.dequantize is not None:
+        nodes = dequantized(nodes, source.config or {}, want.dequantize)
     if kin is None or source.config is None:
-        return Selected(Mapped(source.nodes, {}, 0), None, source.experts)
+        return Selected(Mapped(nodes, {}, 0), None, source.experts)
     config = kin.config(source.config)
-    placements = placements_of(kin, config)
-    placed = _with_slots(placements, source.nodes)
-    return Selected(Mapped(source.nodes, placed, config.layers), kin.name, source.experts)
+    placed = _with_slots(placements_of(kin, config), nodes)
+    return Selected(Mapped(nodes, placed, config.layers), kin.name, source.experts)
 
 
 def _with_slots(placements: Mapping[str, Any], nodes: Mapping[str, Node]) -> dict[str, Any]:
@@ -163,17 +185,17 @@ def _without_run_state(nodes: Mapping[str, Node]) -> tuple[dict[str, Node], tupl
 
 
 def _forward(
-    source: Source, kin: Family, config: ModelConfig, same: Same, dequantize: DType | None
+    source: Source, kin: Family, config: ModelConfig, want: Wanted, same: Same
 ) -> Selected:
     nodes = _unwrapped(source.nodes, same)
-    if dequantize is not None:
-        nodes = dequantized(nodes, source.config or {}, dequantize)
+    if want.dequantize is not None:
+        nodes = dequantized(nodes, source.config or {}, want.dequantize)
     dropped = [name for name in nodes if kin.recomputed.fullmatch(name)]
-    head, embedding = "lm_head.weight", "model.embed_tokens.weight"
-    if config.tied and head in nodes and embedding in nodes:
-        _check_tied(nodes[head], nodes[embedding], head, embedding, same)
-        dropped.append(head)
-    kept = {name: node for name, node in nodes.items() if name not in set(dropped)}
+    if config.tied and HEAD in nodes and EMBEDDING in nodes:
+        _check_tied(nodes[HEAD], nodes[EMBEDDING], same)
+        dropped.append(HEAD)
+    gone = set(dropped)
+    kept = {name: node for name, node in nodes.items() if name not in gone}
     _check_quantised(kept)
     experts = kin.experts_layout(kept)
     return Selected(to_training(kin, config, experts, kept), kin.name, experts, tuple(dropped))
@@ -190,20 +212,21 @@ def to_names_of(
     for source, same in ((a, same_a), (b, same_b)):
         kin = chosen(source, "auto")
         experts = kin.hub_experts if kin is not None else ""
-        out.append(dict(select(source, "huggingface", "auto", experts or None, same).mapped.nodes))
+        want = Wanted("huggingface", hf_experts=experts or None)
+        out.append(dict(select(source, want, same).mapped.nodes))
     return out[0], out[1]
 
 
-def _check_tied(head: Node, embedding: Node, name: str, other: str, same: Same) -> None:
+def _check_tied(head: Node, embedding: Node, same: Same) -> None:
     if head.spec == embedding.spec:
-        difference = same(name, other)
+        difference = same(head, embedding)
         if difference is None:
             return
         detail = f"they differ by up to {difference:g}"
     else:
         detail = f"{list(head.shape)} against {list(embedding.shape)}"
     raise MappingError(
-        f"config.json ties {name} to {other}, but the file holds two different tensors ({detail}); "
+        f"config.json ties {HEAD} to {EMBEDDING}, but the file holds two different tensors ({detail}); "
         "set tie_word_embeddings to false, or remove the wrong one"
     )
 
@@ -227,7 +250,7 @@ def _unwrapped(nodes: Mapping[str, Node], same: Same) -> Mapping[str, Node]:
         bare = ".".join(part for part in name.split(".") if part not in WRAPPERS)
         if bare in out:
             other = first[bare]
-            if out[bare].spec != node.spec or same(name, other) is not None:
+            if out[bare].spec != node.spec or same(node, out[bare]) is not None:
                 raise MappingError(
                     f"{other!r} and {name!r} are both {bare!r} without their wrapper parts, and they "
                     "differ; remove the stale one"
