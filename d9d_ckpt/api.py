@@ -14,10 +14,10 @@ import yaml
 
 from d9d_ckpt.errors import CkptError, DestinationError, RequestError, UsageError
 from d9d_ckpt.formats.base import Opened, Sink
-from d9d_ckpt.formats.huggingface import INDEX, SINGLE
+from d9d_ckpt.formats.existing import superseded
 from d9d_ckpt.formats.huggingface_sink import HuggingFaceSink
 from d9d_ckpt.formats.opening import open_checkpoint
-from d9d_ckpt.formats.sharded import MANIFEST, Manifest, check_files
+from d9d_ckpt.formats.sharded import Manifest, check_files
 from d9d_ckpt.formats.sharded_sink import ShardedSink
 from d9d_ckpt.graph.build import LazyTensor
 from d9d_ckpt.graph.mosaic import stored
@@ -40,7 +40,7 @@ from d9d_ckpt.plan.plan import Plan
 from d9d_ckpt.plan.requests import held_requests, stored_requests, whole_requests
 from d9d_ckpt.plan.schedule import limits
 from d9d_ckpt.run.checkpoint import Checkpoint, Reader
-from d9d_ckpt.run.commit import Destination, Superseded
+from d9d_ckpt.run.commit import Destination
 from d9d_ckpt.run.compare import Compared, compare, difference
 from d9d_ckpt.run.execute import Done, Work, execute, new_save_id, together
 from d9d_ckpt.run.ranks import Ranks, open_ranks
@@ -48,7 +48,7 @@ from d9d_ckpt.run.verify import Verified
 from d9d_ckpt.run.verify import verify as verify_opened
 from d9d_ckpt.run.workers import Progress, forking
 from d9d_ckpt.storage.opening import normalise, store_for
-from d9d_ckpt.storage.store import Options, Store, is_local, join
+from d9d_ckpt.storage.store import Options, is_local, join
 from d9d_ckpt.tensors import DType, dtype_from_torch, parse_bytes
 
 UserMapping = Callable[[Checkpoint], Mapping[str, LazyTensor]]
@@ -327,7 +327,7 @@ def _work(made: Planned, destination: str, want: Settings, save_id: str, workers
         plan=made.plan,
         sink=sink,
         arrangement=sink.arrange(made.plan.targets),
-        destination=Destination(store, destination, _superseded(store, destination)),
+        destination=Destination(store, destination, superseded(store, destination)),
         source=source,
         options=want.storage_options,
         limit=limits(_size(want.memory), threads),
@@ -464,33 +464,6 @@ def _check_save(opened: Opened, want: Settings) -> None:
         check_files(store, opened)
     finally:
         store.close()
-
-
-def _superseded(store: Store, url: str) -> Superseded:
-    """What makes the checkpoint at ``url``, in every format; unknown files are not part of it."""
-    names = store.names(url)
-    records = [name for name in (MANIFEST, INDEX, SINGLE) if name in names]
-    if not records:
-        return Superseded()
-    parts: list[str] = []
-    if MANIFEST in records:
-        save_id = _parsed(store, join(url, MANIFEST)).get("save_id")
-        if save_id in names and any(n.startswith("rank-") for n in store.names(join(url, save_id))):
-            parts.append(save_id)
-    if INDEX in records:
-        weight_map = _parsed(store, join(url, INDEX)).get("weight_map")
-        listed = list(weight_map.values()) if isinstance(weight_map, dict) else []
-        parts += [n for n in names if n in listed and n.endswith(".safetensors")]
-    return Superseded(tuple(dict.fromkeys((*records, *parts))), store.mode(join(url, records[0])))
-
-
-def _parsed(store: Store, url: str) -> dict[str, Any]:
-    """A JSON object; nothing where the file is damaged, which is no reason not to replace it."""
-    try:
-        value = json.loads(store.read(url, 0, store.size(url)))
-    except (ValueError, RecursionError):
-        return {}
-    return value if isinstance(value, dict) else {}
 
 
 def _small_files(checkpoint: Checkpoint, selected: Selected, want: Settings) -> dict[str, bytes]:

@@ -10,24 +10,12 @@ from dataclasses import dataclass
 
 from d9d_ckpt.errors import DestinationError, MissingError, StorageError
 from d9d_ckpt.formats.base import Arrangement, Digests, Record, Sink
+from d9d_ckpt.formats.existing import Superseded
 from d9d_ckpt.storage.store import Store, join
 from d9d_ckpt.tensors import Target, format_bytes
 
 _CLAIM = ".d9d-claim"
 _OURS, _TMP = ".d9d-", ".tmp"
-
-
-@dataclass(frozen=True)
-class Superseded:
-    """The checkpoint that is replaced.
-
-    Attributes:
-        names: Its files, those that make it exist first.
-        mode: Permissions of the first, which its successors take over; None for the usual ones.
-    """
-
-    names: tuple[str, ...] = ()
-    mode: int | None = None
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,49 @@
+"""What is at a destination already, and which of its files make it a checkpoint."""
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from d9d_ckpt.formats.huggingface import INDEX, SINGLE
+from d9d_ckpt.formats.sharded import MANIFEST
+from d9d_ckpt.storage.store import Store, join
+
+
+@dataclass(frozen=True)
+class Superseded:
+    """The checkpoint that is replaced.
+
+    Attributes:
+        names: Its files, those that make it exist first.
+        mode: Permissions of the first, which its successors take over; None for the usual ones.
+    """
+
+    names: tuple[str, ...] = ()
+    mode: int | None = None
+
+
+def superseded(store: Store, url: str) -> Superseded:
+    """What makes the checkpoint at ``url``, in every format; unknown files are not part of it."""
+    names = store.names(url)
+    records = [name for name in (MANIFEST, INDEX, SINGLE) if name in names]
+    if not records:
+        return Superseded()
+    parts: list[str] = []
+    if MANIFEST in records:
+        save_id = _parsed(store, join(url, MANIFEST)).get("save_id")
+        if save_id in names and any(n.startswith("rank-") for n in store.names(join(url, save_id))):
+            parts.append(save_id)
+    if INDEX in records:
+        weight_map = _parsed(store, join(url, INDEX)).get("weight_map")
+        listed = list(weight_map.values()) if isinstance(weight_map, dict) else []
+        parts += [n for n in names if n in listed and n.endswith(".safetensors")]
+    return Superseded(tuple(dict.fromkeys((*records, *parts))), store.mode(join(url, records[0])))
+
+
+def _parsed(store: Store, url: str) -> dict[str, Any]:
+    """A JSON object; nothing where the file is damaged, which is no reason not to replace it."""
+    try:
+        value = json.loads(store.read(url, 0, store.size(url)))
+    except (ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
