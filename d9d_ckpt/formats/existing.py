@@ -22,12 +22,15 @@ class Superseded:
     mode: int | None = None
 
 
+NOTHING = Superseded()
+
+
 def superseded(store: Store, url: str) -> Superseded:
     """What makes the checkpoint at ``url``, in every format; unknown files are not part of it."""
     names = store.names(url)
     records = [name for name in (MANIFEST, INDEX, SINGLE) if name in names]
     if not records:
-        return Superseded()
+        return NOTHING
     parts: list[str] = []
     if MANIFEST in records:
         save_id = _parsed(store, join(url, MANIFEST)).get("save_id")

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from d9d_ckpt.errors import DestinationError, MissingError, StorageError
 from d9d_ckpt.formats.base import Arrangement, Digests, Record, Sink
-from d9d_ckpt.formats.existing import Superseded
+from d9d_ckpt.formats.existing import NOTHING, Superseded
 from d9d_ckpt.storage.store import Store, join
 from d9d_ckpt.tensors import Target, format_bytes
 
@@ -30,7 +30,7 @@ class Destination:
 
     store: Store
     url: str
-    old: Superseded = Superseded()
+    old: Superseded = NOTHING
 
     def prepare(self, arrangement: Arrangement, save_id: str) -> None:
         """Check room, claim the directory and create the files.
