@@ -2,10 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from d9d_ckpt.plan.plan import FROM, SOURCE, TARGET, Plan
+from d9d_ckpt.tensors import BLOCK
 
 SHORT = 64 << 10
 """Runs of fewer bytes are read with their neighbours', so that no byte is read twice."""
@@ -16,49 +18,68 @@ _UNIT = 32 << 20
 _MOST_UNITS = 8192
 
 
+class Span(NamedTuple):
+    """Bytes ``[low, high)`` of a target; cut at whole checksum blocks."""
+
+    target: int
+    low: int
+    high: int
+
+
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """Part ``part`` of ``parts`` of some targets; parts are cut at whole checksum blocks.
+    """Work that one worker takes at once.
 
     Attributes:
-        targets: Numbers of targets in the plan.
-        part: Which part.
-        parts: Of how many.
-        nbytes: Bytes it writes.
+        spans: What it writes.
     """
 
-    targets: tuple[int, ...]
-    part: int
-    parts: int
-    nbytes: int
+    spans: tuple[Span, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it writes."""
+        return sum(span.high - span.low for span in self.spans)
 
 
 def units(plan: Plan) -> list[Unit]:
     """All work, in the order in which the targets are stored."""
     size = max(_UNIT, plan.bytes_written // _MOST_UNITS)
     out: list[Unit] = []
-    batch: list[int] = []
+    batch: list[Span] = []
     batched = 0
     for cluster in _clusters(plan):
         nbytes = sum(plan.targets[t].nbytes for t in cluster)
         if nbytes > size:
             parts = min(-(-nbytes // size), _most_parts(plan, cluster))
-            out.extend(Unit(tuple(cluster), p, parts, nbytes // parts) for p in range(parts))
+            out.extend(_part(plan, cluster, part, parts) for part in range(parts))
             continue
         if batched + nbytes > size:
-            out.append(Unit(tuple(batch), 0, 1, batched))
+            out.append(Unit(tuple(batch)))
             batch, batched = [], 0
-        batch += cluster
+        batch += (Span(t, 0, plan.targets[t].nbytes) for t in cluster)
         batched += nbytes
     if batch:
-        out.append(Unit(tuple(batch), 0, 1, batched))
+        out.append(Unit(tuple(batch)))
     return out
+
+
+def _part(plan: Plan, cluster: Sequence[int], part: int, parts: int) -> Unit:
+    """The same share of every target of a cluster, so that what they share is read once."""
+    spans = []
+    for t in cluster:
+        total = plan.targets[t].nbytes
+        blocks = -(-total // BLOCK)
+        low, high = (min(k * blocks // parts * BLOCK, total) for k in (part, part + 1))
+        if low < high:
+            spans.append(Span(t, low, high))
+    return Unit(tuple(spans))
 
 
 def _most_parts(plan: Plan, cluster: Sequence[int]) -> int:
     """Parts that still hold a block of the smallest target each."""
     smallest = min(plan.targets[t].nbytes for t in cluster)
-    return max(1, smallest >> 20)
+    return max(1, smallest // BLOCK)
 
 
 def _clusters(plan: Plan) -> list[list[int]]:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from d9d_ckpt.errors import ResourceError
 from d9d_ckpt.graph.pieces import Digit, Piece, cells
-from d9d_ckpt.plan.assign import Unit
+from d9d_ckpt.plan.assign import Span, Unit
 from d9d_ckpt.plan.plan import FROM, MOVE, SCALE, SOURCE, TO, Movement, Plan
 from d9d_ckpt.tensors import BLOCK, format_bytes
 
@@ -26,6 +26,9 @@ _SWEEP = 8 << 20
 
 _SWEPT_GAP = 8 << 10
 """Bytes that can be passed over in the time of one more request, 1.6 us at 5 GB/s."""
+
+_REQUEST = 8 << 20
+"""Bytes of a request to a remote store; larger ones gain nothing."""
 
 _DENSE = 0.98
 """A stretch is read through when this share of it is wanted."""
@@ -130,6 +133,8 @@ class Limits:
         tile: Bytes of one output at most: of transposes whose source does not fit.
         sweep: Bytes of the window of a sweep.
         kept: Verified blocks that may be kept for the next task.
+        batch: Bytes up to which tiles that share nothing are read together: a block on local
+            paths, a request's worth on stores where every request costs milliseconds.
     """
 
     hull: int
@@ -137,6 +142,7 @@ class Limits:
     tile: int
     sweep: int
     kept: int
+    batch: int = BLOCK
 
     @property
     def total(self) -> int:
@@ -144,8 +150,13 @@ class Limits:
         return self.source + self.tile + self.sweep + (self.kept + 1) * BLOCK
 
 
-def limits(memory: int, threads: int = 1) -> Limits:
+def limits(memory: int, threads: int = 1, *, remote: bool = False) -> Limits:
     """Buffers for ``memory`` bytes in flight over ``threads``.
+
+    Args:
+        memory: Bytes in all.
+        threads: Threads that share them.
+        remote: Whether requests to the source cost milliseconds, so that few large ones are better.
 
     Raises:
         ResourceError: Not even the smallest buffers fit.
@@ -163,7 +174,8 @@ def limits(memory: int, threads: int = 1) -> Limits:
     tile = min(_LARGEST_TILE, max(BLOCK, spare // 2 // BLOCK * BLOCK - 2 * BLOCK))
     hull = min(_LARGEST_HULL, (spare - tile) // BLOCK * BLOCK - 2 * BLOCK)
     source = max(hull, tile) + 2 * BLOCK
-    return Limits(hull=hull, source=source, tile=tile, sweep=sweep, kept=kept)
+    batch = min(_REQUEST, hull // 2) if remote else BLOCK
+    return Limits(hull=hull, source=source, tile=tile, sweep=sweep, kept=kept, batch=batch)
 
 
 class _Bit(NamedTuple):
@@ -293,13 +305,19 @@ class _Group:
         self._written += tile.nbytes
         return True
 
+    @property
+    def remote(self) -> bool:
+        """Whether few large requests are better than reads straight to their places."""
+        return self._limit.batch > BLOCK
+
     def holds(self, span: _Span, at: int, left: int) -> bool:
         """Whether the source buffer has room for ``span`` at ``at`` and ``left`` bytes behind it."""
         return at + span.size + left <= self._limit.source
 
     def _fits(self, tile: _Tile, hull: int, *, shares: bool) -> bool:
         if not shares:
-            return hull <= BLOCK and self._written + tile.nbytes <= BLOCK
+            batch = self._limit.batch
+            return hull <= batch and self._written + tile.nbytes <= batch
         own = max(self._hull, tile.hull)
         return hull <= self._limit.hull and hull <= max(_USUAL_HULL, own + own // 4)
 
@@ -314,7 +332,7 @@ def tasks(plan: Plan, unit: Unit, limit: Limits, *, exact: bool = False) -> Iter
         exact: Read only wanted bytes, so that a block read in part goes unchecked; else whole
             blocks are read wherever the source has checksums.
     """
-    tiles = [tile for t in unit.targets for tile in _tiles(plan, t, unit, limit, exact=exact)]
+    tiles = [tile for span in unit.spans for tile in _tiles(plan, span, limit, exact=exact)]
     tiles.sort(key=lambda tile: tile.order(plan))
     group = _Group(limit)
     for tile in tiles:
@@ -326,22 +344,18 @@ def tasks(plan: Plan, unit: Unit, limit: Limits, *, exact: bool = False) -> Iter
         yield _task(plan, group, exact=exact)
 
 
-def _tiles(plan: Plan, target: int, unit: Unit, limit: Limits, *, exact: bool) -> list[_Tile]:
-    """The tiles of one target that fall to ``unit``."""
-    total = plan.targets[target].nbytes
-    blocks = -(-total // BLOCK)
-    low = unit.part * blocks // unit.parts * BLOCK
-    high = min((unit.part + 1) * blocks // unit.parts * BLOCK, total)
-    tiles = _cut(plan, target, total, low, high, BLOCK)
+def _tiles(plan: Plan, span: Span, limit: Limits, *, exact: bool) -> list[_Tile]:
+    """The tiles of one span."""
+    tiles = _cut(plan, span, BLOCK)
     if any(t.hull > limit.hull for t in tiles):
         # Reading runs pays more the longer they are, and wider tiles have longer ones.
-        wide = max(BLOCK, limit.tile // _narrowing(plan, target) // BLOCK * BLOCK)
-        tiles = _cut(plan, target, total, low, high, wide)
+        wide = max(BLOCK, limit.tile // _narrowing(plan, span.target) // BLOCK * BLOCK)
+        tiles = _cut(plan, span, wide)
     for tile in tiles:
-        for source, span in tile.spans.items():
+        for source, stretch in tile.spans.items():
             bounds = _block_bounds(plan, source, exact=exact)
             if bounds is not None:
-                tile.spans[source] = span.rounded(*bounds)
+                tile.spans[source] = stretch.rounded(*bounds)
     return tiles
 
 
@@ -363,7 +377,9 @@ def _narrowing(plan: Plan, target: int) -> int:
     return max(1, -(-widest // plan.targets[target].spec.dtype.itemsize))
 
 
-def _cut(plan: Plan, target: int, total: int, low: int, high: int, step: int) -> list[_Tile]:
+def _cut(plan: Plan, span: Span, step: int) -> list[_Tile]:
+    target, low, high = span
+    total = plan.targets[target].nbytes
     if low >= high:
         return []
     edges = [*range(low, high, step), high]
@@ -390,7 +406,7 @@ def _task(plan: Plan, group: _Group, *, exact: bool) -> Task:
     reads: list[Read] = []
     packs: list[Pack] = []
     at, through, verify = 0, {}, []
-    straight = _straight(plan, group)
+    straight = set() if group.remote else _straight(plan, group)
     left = sum(span.wanted for source, span in group.spans.items() if source not in straight)
     scales = {bit.scale for tile in group.tiles for bit in tile.bits}
     for source in sorted(group.spans, key=_in_file_order(plan, scales)):

@@ -22,7 +22,7 @@ from d9d_ckpt.errors import CorruptError, ResourceError
 from d9d_ckpt.graph import build, ops
 from d9d_ckpt.graph.build import LazyTensor
 from d9d_ckpt.plan import assign, lower, schedule
-from d9d_ckpt.plan.assign import Unit, units
+from d9d_ckpt.plan.assign import Span, Unit, units
 from d9d_ckpt.plan.schedule import limits, tasks
 from d9d_ckpt.run import stream
 from d9d_ckpt.run.stream import Streamer
@@ -35,7 +35,7 @@ TINY = 64
 def shrunk():
     """Blocks of 64 bytes, and every threshold in proportion."""
     stack = ExitStack()
-    for module in (schedule, stream, checksum):
+    for module in (assign, schedule, stream, checksum):
         stack.enter_context(mock.patch.object(module, "BLOCK", TINY))
     for module, name, value in (
         (schedule, "_LARGEST_HULL", 32 * TINY),
@@ -160,6 +160,13 @@ def plans(draw):
     return found, boxes
 
 
+def cut(span, parts):
+    """A span in up to ``parts`` spans of whole blocks."""
+    blocks = -(-(span.high - span.low) // TINY)
+    edges = {min(span.low + k * blocks // parts * TINY, span.high) for k in range(parts + 1)}
+    return [Span(span.target, a, b) for a, b in pairwise(sorted(edges))] or [span]
+
+
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("checksums", [False, True])
 def test_random_graphs_equal_eager_torch_whatever_the_memory(checksums, exact):
@@ -175,12 +182,7 @@ def test_random_graphs_equal_eager_torch_whatever_the_memory(checksums, exact):
 
             nodes = [run(program, leaf, build).node for program in found]
             plan = plan_of([*zip(nodes, boxes, strict=True)])
-            work = [
-                Unit(u.targets, part, parts, 0)
-                for u in units(plan)
-                for part in range(parts)
-                if u.parts == 1
-            ] + [u for u in units(plan) if u.parts > 1]
+            work = [Unit((piece,)) for u in units(plan) for s in u.spans for piece in cut(s, parts)]
             limit = limits(blocks * TINY)
             written, streamer = execute(plan, sources, limit, work, exact=exact)
             expected = [run(program, values_of, torch) for program in found]
@@ -200,15 +202,15 @@ def test_every_target_falls_to_exactly_one_unit_or_all_parts_of_one():
                 run(p, lambda n, d, s: sources.add(values_of(n, d, s)), build).node for p in found
             ]
             plan = plan_of([*zip(nodes, boxes, strict=True)])
-            seen = Counter((t, u.part, u.parts) for u in units(plan) for t in u.targets)
-            assert set(seen.values()) <= {1}
-            by_target: dict[int, set[tuple[int, int]]] = {}
-            for t, part, parts in seen:
-                by_target.setdefault(t, set()).add((part, parts))
+            found_spans = sorted(span for u in units(plan) for span in u.spans)
+            by_target: dict[int, list[tuple[int, int]]] = {}
+            for target, low, high in found_spans:
+                by_target.setdefault(target, []).append((low, high))
             assert set(by_target) == set(range(len(plan.targets)))
-            for parts in by_target.values():
-                count = next(iter(parts))[1]
-                assert parts == {(p, count) for p in range(count)}
+            for target, edges in by_target.items():
+                assert edges[0][0] == 0
+                assert edges[-1][1] == plan.targets[target].nbytes
+                assert all(a[1] == b[0] and b[0] % TINY == 0 for a, b in pairwise(edges))
 
     holds()
 
@@ -379,7 +381,7 @@ def test_large_targets_are_cut_at_whole_blocks_and_shared_out():
     node = sources.add(torch.zeros(3 * (32 << 20) + 5, dtype=torch.uint8)).node
     plan = plan_of([(node, [Region.whole(node.shape)])])
     found = units(plan)
-    assert [u.part for u in found] == [0, 1, 2, 3]
+    assert [len(u.spans) for u in found] == [1, 1, 1, 1]
     edges = []
     for unit in found:
         outputs = [o for t in tasks(plan, unit, limits(64 << 20)) for o in t.outputs]
