@@ -19,6 +19,7 @@ from d9d_ckpt.formats.huggingface_sink import HuggingFaceSink
 from d9d_ckpt.formats.opening import open_checkpoint
 from d9d_ckpt.formats.sharded import Manifest, check_files
 from d9d_ckpt.formats.sharded_sink import ShardedSink
+from d9d_ckpt.formats.steps import Run, read_run
 from d9d_ckpt.graph.build import LazyTensor
 from d9d_ckpt.graph.mosaic import stored
 from d9d_ckpt.graph.node import Node
@@ -38,18 +39,27 @@ from d9d_ckpt.plan.explain import RankCost, amplification, costs
 from d9d_ckpt.plan.lower import lower
 from d9d_ckpt.plan.plan import Plan
 from d9d_ckpt.plan.requests import held_requests, stored_requests, whole_requests
-from d9d_ckpt.plan.schedule import limits
+from d9d_ckpt.plan.schedule import Limits, limits
+from d9d_ckpt.run.bucket import Bucket
 from d9d_ckpt.run.checkpoint import Checkpoint, Reader
 from d9d_ckpt.run.commit import Destination
 from d9d_ckpt.run.compare import Compared, compare, difference
+from d9d_ckpt.run.directory import Directory
 from d9d_ckpt.run.execute import Done, Work, execute, new_save_id, together
 from d9d_ckpt.run.ranks import Ranks, open_ranks
+from d9d_ckpt.run.retention import Policy, Pruned
+from d9d_ckpt.run.retention import prune as prune_run
+from d9d_ckpt.run.upload import PART
 from d9d_ckpt.run.verify import Verified
 from d9d_ckpt.run.verify import verify as verify_opened
 from d9d_ckpt.run.workers import Progress, forking
+from d9d_ckpt.storage.local import LocalStore
 from d9d_ckpt.storage.opening import normalise, store_for
 from d9d_ckpt.storage.store import Options, is_local, join
 from d9d_ckpt.tensors import DType, dtype_from_torch, parse_bytes
+
+_IN_FLIGHT = 16
+"""Requests to remote stores at once."""
 
 UserMapping = Callable[[Checkpoint], Mapping[str, LazyTensor]]
 Watch = Callable[[int, int, int, int], None]
@@ -292,6 +302,54 @@ def diff(
     return compare(nodes[0], nodes[1], (left.reader, right.reader), (rtol, atol))
 
 
+@_uncollected()
+def list_steps(url: str, *, storage_options: Options | None = None) -> Run:
+    """Every step of a run directory: whole or why not, its size, and which is the latest whole one.
+
+    Raises:
+        MissingError: There is no such directory.
+        RequestError: It is a checkpoint itself.
+    """
+    url = normalise(url)
+    store = store_for(url, storage_options or {})
+    try:
+        return read_run(store, url)
+    finally:
+        store.close()
+
+
+@_uncollected()
+def prune(
+    url: str,
+    *,
+    keep_last: int,
+    keep_every: int | None = None,
+    dry_run: bool = False,
+    storage_options: Options | None = None,
+) -> Pruned:
+    """Delete old steps of a run directory; the latest whole one always stays.
+
+    Args:
+        url: The run directory.
+        keep_last: How many of the newest whole steps stay.
+        keep_every: Whole steps divisible by it stay as well.
+        dry_run: Only say what would go.
+        storage_options: Passed to fsspec.
+
+    Raises:
+        UsageError: ``keep_last`` or ``keep_every`` is below 1.
+        CkptError: As `list_steps`, or the store refused; what is half deleted never looks whole,
+            and the next prune finishes it.
+    """
+    policy = Policy(keep_last, keep_every)
+    url = normalise(url)
+    store = store_for(url, storage_options or {})
+    try:
+        return prune_run(store, read_run(store, url), policy, dry_run=dry_run)
+    finally:
+        store.close()
+
+
 def _planned(
     source: str, destination: str | None, want: Settings, *, load: bool = False
 ) -> Planned:
@@ -320,21 +378,38 @@ def _planned(
 def _work(made: Planned, destination: str, want: Settings, save_id: str, workers: int) -> Work:
     small = _small_files(made.checkpoint, made.selected, want)
     sink = _sink(want, made, small, save_id)
-    store = store_for(destination, want.storage_options)
     source = made.checkpoint.opened.url
-    threads = 1 if forking(source, destination) else workers
+    remote = not (is_local(source) and is_local(destination))
+    if remote:
+        # Requests cost milliseconds each: many at once, as far as their buffers fit.
+        workers = max(workers, min(_IN_FLIGHT, _size(want.memory) // (3 * PART)))
     return Work(
         plan=made.plan,
         sink=sink,
         arrangement=sink.arrange(made.plan.targets),
-        destination=Destination(store, destination, superseded(store, destination)),
+        destination=_destination(destination, want),
         source=source,
         options=want.storage_options,
-        limit=limits(_size(want.memory), threads),
+        limit=_limit(want, source, destination, workers),
         workers=workers,
         save_id=save_id,
         small=small,
     )
+
+
+def _destination(url: str, want: Settings) -> Destination:
+    store = store_for(url, want.storage_options)
+    old = superseded(store, url)
+    return Directory(store, url, old) if isinstance(store, LocalStore) else Bucket(store, url, old)
+
+
+def _limit(want: Settings, source: str, destination: str, workers: int) -> Limits:
+    memory = _size(want.memory)
+    if forking(source, destination):
+        return limits(memory)
+    if not is_local(destination):
+        memory -= workers * PART
+    return limits(memory, workers, remote=not is_local(source))
 
 
 def _check_words(want: Settings) -> None:
@@ -440,8 +515,7 @@ def _by_user(checkpoint: Checkpoint, mapping: UserMapping) -> Selected:
 
 
 def _check_destination(source: str, destination: str, want: Settings) -> None:
-    inside = is_local(source) and Path(destination).resolve() in Path(source).resolve().parents
-    if inside or Path(source).resolve() == Path(destination).resolve():
+    if _within(source, destination):
         raise DestinationError(
             f"{destination}: source and destination are the same, or {source} lies inside it; write "
             "to another place"
@@ -455,6 +529,14 @@ def _check_destination(source: str, destination: str, want: Settings) -> None:
             f"{destination}: not empty ({', '.join(names[:4])}{', ...' if len(names) > 4 else ''}); "
             "choose another place, or --overwrite to replace a checkpoint"
         )
+
+
+def _within(source: str, destination: str) -> bool:
+    """Whether ``source`` is ``destination`` or something in it."""
+    if is_local(source) and is_local(destination):
+        inner, outer = Path(source).resolve(), Path(destination).resolve()
+        return inner == outer or outer in inner.parents
+    return f"{source}/".startswith(f"{destination}/")
 
 
 def _check_save(opened: Opened, want: Settings) -> None:

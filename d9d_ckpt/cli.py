@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 from d9d_ckpt import api
 from d9d_ckpt.errors import CheckError, CkptError, UsageError
-from d9d_ckpt.report import graph, inspect, outcome
+from d9d_ckpt.report import graph, inspect, outcome, steps
 from d9d_ckpt.report.progress import Progress
 from d9d_ckpt.run.ranks import launched
 
@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         logging.basicConfig(level=args.log_level.upper(), stream=sys.stderr)
         _work(args)
     except KeyboardInterrupt:
-        sys.stderr.write("d9d-ckpt: interrupted; nothing partial is left\n")
+        sys.stderr.write("d9d-ckpt: interrupted; nothing is left that looks whole and is not\n")
         return _INTERRUPTED
     except BrokenPipeError:
         # Whoever reads the output has had enough; the interpreter must not complain at exit.
@@ -166,6 +166,24 @@ def _diff(args: argparse.Namespace) -> None:
         raise CheckError(f"{args.a} and {args.b} differ")
 
 
+def _list(args: argparse.Namespace) -> None:
+    found = steps.as_json(api.list_steps(args.url, storage_options=_storage(args)))
+    _print(found, steps.listed(found), args)
+
+
+def _prune(args: argparse.Namespace) -> None:
+    result = api.prune(
+        args.url,
+        keep_last=args.keep_last,
+        keep_every=args.keep_every,
+        dry_run=args.dry_run,
+        storage_options=_storage(args),
+    )
+    found = asdict(result)
+    if args.json or args.dry_run or not args.quiet:
+        _print(found, steps.pruned(found), args)
+
+
 def _print(found: dict[str, Any], text: str, args: argparse.Namespace) -> None:
     sys.stdout.write((json.dumps(found) if args.json else text) + "\n")
 
@@ -222,13 +240,18 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(dest="command", required=True, parser_class=_Parser)
 
-    def command(name: str, run: Any, text: str) -> argparse.ArgumentParser:
+    def command(
+        name: str, run: Any, text: str, *, one_step: bool = True
+    ) -> argparse.ArgumentParser:
         sub = commands.add_parser(name, help=text, description=text)
         sub.set_defaults(run=run)
         sub.add_argument(
             "--storage-option", action="append", metavar="K=V", help="passed to fsspec"
         )
-        sub.add_argument("--step", type=int, help="step of a run directory; default: the latest")
+        if one_step:
+            sub.add_argument(
+                "--step", type=int, help="step of a run directory; default: the latest"
+            )
         sub.add_argument("--quiet", action="store_true", help="no progress, no report")
         sub.add_argument("--json", action="store_true", help="one JSON object on stdout")
         sub.add_argument(
@@ -278,6 +301,17 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("b")
     sub.add_argument("--rtol", type=float, default=0.0)
     sub.add_argument("--atol", type=float, default=0.0)
+
+    sub = command("list", _list, "The steps of a run directory.", one_step=False)
+    sub.add_argument("url", metavar="run_url")
+
+    sub = command("prune", _prune, "Delete old steps of a run directory.", one_step=False)
+    sub.add_argument("url", metavar="run_url")
+    sub.add_argument(
+        "--keep-last", type=int, required=True, metavar="N", help="the newest whole steps that stay"
+    )
+    sub.add_argument("--keep-every", type=int, metavar="N", help="steps divisible by N stay too")
+    sub.add_argument("--dry-run", action="store_true", help="only say what would go")
     return parser
 
 

@@ -1,5 +1,6 @@
 """What a tensor is, where its bytes lie, and box algebra; no I/O, no torch."""
 
+import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,6 +11,13 @@ from d9d_ckpt.errors import CorruptError, RequestError
 
 BLOCK = 1 << 20
 """Bytes under one checksum: small enough that a partial read stays partial."""
+
+
+MAX_DIMS = 64
+"""What numpy and torch can hold."""
+
+_MAX_ELEMENTS = 1 << 60
+"""More than any tensor has; sizes beyond it overflow in readers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +156,7 @@ class Region(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """Where the bytes of one box of a tensor lie, row-major.
+    """Where the bytes of one box of a tensor lie, row-major unless ``strides`` say otherwise.
 
     Attributes:
         region: The box of the tensor.
@@ -157,6 +165,8 @@ class Chunk(NamedTuple):
         nbytes: Stored bytes.
         codec: ``none``, or how the bytes are encoded.
         xxh3: One digest per ``BLOCK`` of stored bytes, or None where the source has none.
+        strides: Elements from one index to the next of each dim, where the box is a view that is not
+            row-major; ``nbytes`` then reach from its first to its last element, and none share one.
     """
 
     region: Region
@@ -165,6 +175,7 @@ class Chunk(NamedTuple):
     nbytes: int
     codec: str = "none"
     xxh3: tuple[int, ...] | None = None
+    strides: tuple[int, ...] | None = None
 
 
 class Target(NamedTuple):
@@ -215,14 +226,40 @@ def spec_of(name: str, dtype: object, shape: object, where: str) -> TensorSpec:
     """A spec from untrusted metadata.
 
     Raises:
-        CorruptError: Unknown dtype, or a shape that is not a list of whole numbers from 0.
+        CorruptError: Unknown dtype, or a shape that is not a list of whole numbers from 0, or that
+            no tensor has: too many dims or elements, or a part of a byte.
     """
     known = DTYPES.get(dtype) if isinstance(dtype, str) else None
     if known is None:
         raise CorruptError(f"{where}: tensor {name!r} has unknown dtype {dtype!r}")
     if not isinstance(shape, list) or any(type(n) is not int or n < 0 for n in shape):
         raise CorruptError(f"{where}: tensor {name!r} has no valid shape: {shape!r}")
-    return TensorSpec(known, tuple(shape))
+    if len(shape) > MAX_DIMS:
+        raise CorruptError(f"{where}: tensor {name!r} has {len(shape)} dims, at most {MAX_DIMS}")
+    spec = TensorSpec(known, tuple(shape))
+    if prod(n or 1 for n in shape) > _MAX_ELEMENTS or spec.numel * known.bits % 8:
+        raise CorruptError(
+            f"{where}: tensor {name!r}, {known.name}, has no valid shape: {list(shape)}"
+        )
+    return spec
+
+
+class _Brief(reprlib.Repr):
+    """Short representations that cost little, whatever a file made of the value."""
+
+    def repr_int(self, x: int, level: int) -> str:
+        # Beyond 4,300 digits Python refuses to write a number out.
+        return repr(x) if x.bit_length() < 256 else f"<number of {x.bit_length()} bits>"
+
+
+_BRIEF = _Brief()
+_BRIEF.maxstring = _BRIEF.maxother = 100
+_BRIEF.maxlevel = 3
+
+
+def brief(value: object) -> str:
+    """``repr`` of an untrusted value for a message: cut short, and shared parts not written out."""
+    return _BRIEF.repr(value)
 
 
 def format_bytes(count: float) -> str:

@@ -70,8 +70,8 @@ class Arrangement(NamedTuple):
     places: tuple[tuple[int, int], ...]
 
 
-Digests = Sequence[tuple[int, ...]]
-"""Per target, one digest per block."""
+Digests = Mapping[int, tuple[int, ...]]
+"""By number of a target, one digest per block."""
 
 
 class Record(NamedTuple):
@@ -84,12 +84,26 @@ class Record(NamedTuple):
 class Sink(Protocol):
     """How a format lays out and describes a checkpoint that is being written."""
 
+    @property
+    def save_id(self) -> str:
+        """Identity of the save."""
+        ...
+
+    @property
+    def plain_headers(self) -> bool:
+        """Whether headers are final before a byte has been written: no checksums in them."""
+        ...
+
     def arrange(self, targets: Sequence[Target]) -> Arrangement:
         """Which file each target goes to, and where."""
         ...
 
     def header(self, arrangement: Arrangement, file: int, digests: Digests) -> bytes:
         """The final header of a file, as long as the arranged one."""
+        ...
+
+    def record_name(self, arrangement: Arrangement) -> str:
+        """Name of the file that makes it a checkpoint."""
         ...
 
     def record(

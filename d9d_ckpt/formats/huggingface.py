@@ -3,68 +3,121 @@
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import NamedTuple
 
 from d9d_ckpt.errors import CorruptError, MissingError
 from d9d_ckpt.formats.base import Opened
+from d9d_ckpt.formats.pickled import SUFFIXES, read_pickled
 from d9d_ckpt.formats.safetensors import Header, read_header
+from d9d_ckpt.formats.untrusted import WEIGHTS, is_text, may_go_along, read_object
 from d9d_ckpt.storage.store import Store, join
 from d9d_ckpt.tensors import BLOCK, Catalogue, Chunk, Entry, Region
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+PICKLED_INDEX = "pytorch_model.bin.index.json"
+PICKLED_SINGLE = "pytorch_model.bin"
 CHECKSUMS = "d9d_xxh3_1MiB"
 """Header metadata: 16 hex digits per block of each tensor, tensors in the order of their bytes."""
 
-_WEIGHTS = re.compile(r".*\.(safetensors|bin|pt|pth|ckpt|gguf|h5|msgpack|onnx|index\.json)")
-_SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.safetensors")
+_SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.(?:safetensors|bin|pt|pth)")
 _LARGEST_SMALL = 64 << 20
 """Files beside the weights above this are no tokenizer, config or code."""
 
 
+class _File(NamedTuple):
+    """What one weight file holds."""
+
+    entries: dict[str, Entry]
+    metadata: Mapping[str, str]
+    notes: tuple[str, ...] = ()
+
+
 def open_huggingface(store: Store, url: str) -> Opened:
-    """A directory with an index or a single file, or one safetensors file by its own URL.
+    """A directory with an index or a single file, or one weight file by its own URL.
 
     Raises:
         MissingError: No weights, or files and tensors that the index promises are not there.
-        CorruptError: Headers, index or config contradict themselves or each other.
+        CorruptError: Files, index or config contradict themselves or each other.
     """
-    if url.endswith(".safetensors"):
-        headers = {url: read_header(store, url)}
-        return Opened(url, "huggingface", _catalogue(headers), metadata=_metadata(headers))
+    if is_file(store, url):
+        return _opened(url, {url: _read(store, url)})
     names = store.names(url)
-    weight_map = _index(store, url) if INDEX in names else None
+    index = _which_index(names)
+    weight_map = _weight_map(store, join(url, index)) if index else None
     files = sorted(set(weight_map.values())) if weight_map is not None else [_single(url, names)]
     if weight_map is not None:
-        _check_present(url, weight_map, names)
-    headers = {join(url, name): read_header(store, join(url, name)) for name in files}
+        _check_present(url, index, weight_map, names)
+    found = {join(url, name): _read(store, join(url, name)) for name in files}
     if weight_map is not None:
-        _check_index(url, weight_map, headers)
+        _check_index(url, index, weight_map, found)
     files_here = store.files(url)
-    config = _json(store, join(url, "config.json")) if "config.json" in names else None
+    config = read_object(store, join(url, "config.json")) if "config.json" in names else None
     others = [n for n in names if n.endswith((".safetensors", ".bin")) and n not in files]
+    opened = _opened(url, found)
+    return replace(
+        opened,
+        config=config,
+        small=tuple(_small(files_here)),
+        notes=(*opened.notes, *_notes(others, files_here)),
+    )
+
+
+def is_file(store: Store, url: str) -> bool:
+    """Whether ``url`` is one weight file by its name, and not a directory of such a name."""
+    return url.endswith(".safetensors") or (url.endswith(SUFFIXES) and not store.names(url))
+
+
+def _read(store: Store, url: str) -> _File:
+    if url.endswith(SUFFIXES):
+        pickled = read_pickled(store, url)
+        return _File(pickled.entries, {}, pickled.notes)
+    header = read_header(store, url)
+    return _File(_entries(url, header), header.metadata)
+
+
+def _opened(url: str, files: Mapping[str, _File]) -> Opened:
+    """All tensors of ``files``, and what these say beyond format and checksums; of two the last."""
+    entries: dict[str, Entry] = {}
+    metadata: dict[str, str] = {}
+    for file in files.values():
+        entries |= file.entries
+        metadata |= file.metadata
     return Opened(
         url=url,
         format="huggingface",
-        catalogue=_catalogue(headers),
-        config=config,
-        metadata=_metadata(headers),
-        small=tuple(_small(files_here)),
-        notes=tuple(_notes(others, files_here)),
+        catalogue=Catalogue(entries),
+        metadata={k: text for k, text in metadata.items() if k not in ("format", CHECKSUMS)},
+        notes=tuple(note for file in files.values() for note in file.notes),
     )
 
 
 def _notes(others: Sequence[str], files: Mapping[str, int]) -> Iterator[str]:
     if others:
-        yield f"not in the index and ignored: {', '.join(others)}"
-    large = [n for n in files if files[n] > _LARGEST_SMALL and not _WEIGHTS.fullmatch(n)]
+        yield f"not in the index and ignored: {_shown(others)}"
+    unnamed = [n for n in files if not is_text(n)]
+    if unnamed:
+        yield f"left out, as their names are not UTF-8: {_shown(unnamed)}"
+    large = [n for n in files if files[n] > _LARGEST_SMALL and not WEIGHTS.fullmatch(n)]
     if large:
-        yield f"too large to go along: {', '.join(large)}"
+        yield f"too large to go along: {_shown(large)}"
 
 
-def _index(store: Store, url: str) -> dict[str, str]:
-    path = join(url, INDEX)
-    weight_map = _json(store, path).get("weight_map")
+def _shown(names: Sequence[str]) -> str:
+    return ", ".join(name.encode(errors="backslashreplace").decode() for name in names)
+
+
+def _which_index(names: Sequence[str]) -> str:
+    """The index that counts, or nothing; any safetensors file wins over an index of pickles."""
+    if INDEX in names:
+        return INDEX
+    pickled = PICKLED_INDEX in names and not any(n.endswith(".safetensors") for n in names)
+    return PICKLED_INDEX if pickled else ""
+
+
+def _weight_map(store: Store, path: str) -> dict[str, str]:
+    weight_map = read_object(store, path).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CorruptError(f"{path}: weight_map must map tensor names to files")
     for name, file in weight_map.items():
@@ -87,67 +140,70 @@ def _single(url: str, names: Sequence[str]) -> str:
         raise MissingError(
             f"{url}: {what}: {', '.join(found[:8])}; expected {INDEX}, which says which files count"
         )
-    pickled = [n for n in names if n.endswith((".bin", ".pt", ".pth"))]
-    if pickled:
+    return _single_pickled(url, names)
+
+
+def _single_pickled(url: str, names: Sequence[str]) -> str:
+    if PICKLED_SINGLE in names:
+        return PICKLED_SINGLE
+    found = [n for n in names if n.endswith(SUFFIXES)]
+    if len(found) == 1 and not _SHARD.fullmatch(found[0]):
+        return found[0]
+    if found:
         raise MissingError(
-            f"{url}: only pickled weights: {', '.join(pickled[:8])}; convert them to safetensors first"
+            f"{url}: no safetensors, and nothing says which pickled weights count: "
+            f"{', '.join(found[:8])}; expected {PICKLED_INDEX} or {PICKLED_SINGLE}"
         )
     raise MissingError(f"{url}: no checkpoint here: neither manifest.json, {INDEX} nor {SINGLE}")
 
 
-def _check_present(url: str, weight_map: Mapping[str, str], names: Sequence[str]) -> None:
+def _check_present(
+    url: str, index: str, weight_map: Mapping[str, str], names: Sequence[str]
+) -> None:
     here = set(names)
     missing = sorted({file for file in weight_map.values() if file not in here})
     if missing:
         tensors = sum(file not in here for file in weight_map.values())
         raise MissingError(
-            f"{url}: {INDEX} names {len(missing)} files that are not there: {', '.join(missing[:8])}, "
+            f"{url}: {index} names {len(missing)} files that are not there: {', '.join(missing[:8])}, "
             f"with {tensors} of {len(weight_map)} tensors; finish the download"
         )
 
 
-def _check_index(url: str, weight_map: Mapping[str, str], headers: Mapping[str, Header]) -> None:
+def _check_index(
+    url: str, index: str, weight_map: Mapping[str, str], files: Mapping[str, _File]
+) -> None:
     lacking = [
         f"{name} in {file}"
         for name, file in weight_map.items()
-        if name not in headers[join(url, file)].tensors
+        if name not in files[join(url, file)].entries
     ]
     if lacking:
         raise MissingError(
-            f"{url}: {INDEX} promises {len(lacking)} tensors that their file's header lacks: "
+            f"{url}: {index} promises {len(lacking)} tensors that their file's header lacks: "
             f"{', '.join(lacking[:8])}; index and files are of different saves: download both again"
         )
     stray = [
         f"{name} in {file.rsplit('/', 1)[-1]}"
-        for file, header in headers.items()
-        for name in header.tensors
+        for file, found in files.items()
+        for name in found.entries
         if weight_map.get(name) != file.rsplit("/", 1)[-1]
     ]
     if stray:
         raise CorruptError(
-            f"{url}: {len(stray)} tensors are in a file's header where {INDEX} does not have them: "
+            f"{url}: {len(stray)} tensors are in a file's header where {index} does not have them: "
             f"{', '.join(stray[:8])}; index and files are of different saves: download both again"
         )
 
 
-def _catalogue(headers: Mapping[str, Header]) -> Catalogue:
+def _entries(file: str, header: Header) -> dict[str, Entry]:
     entries: dict[str, Entry] = {}
-    for file, header in headers.items():
-        digests = _digests(file, header)
-        for name, (spec, offset) in header.tensors.items():
-            chunk = Chunk(
-                Region.whole(spec.shape), file, offset, spec.nbytes, "none", digests.get(name)
-            )
-            entries[name] = Entry(spec, (chunk,) if spec.nbytes else ())
-    return Catalogue(entries)
-
-
-def _metadata(headers: Mapping[str, Header]) -> dict[str, str]:
-    """What the files say of themselves beyond format and checksums; of two values the last."""
-    found: dict[str, str] = {}
-    for header in headers.values():
-        found |= header.metadata
-    return {key: value for key, value in found.items() if key not in ("format", CHECKSUMS)}
+    digests = _digests(file, header)
+    for name, (spec, offset) in header.tensors.items():
+        whole = Region.whole(spec.shape)
+        chunk = Chunk(whole, file, offset, spec.nbytes, "none", digests.get(name))
+        entries[name] = Entry(spec, (chunk,) if spec.nbytes else ())
+    return entries
 
 
 def _digests(file: str, header: Header) -> dict[str, tuple[int, ...]]:
@@ -172,21 +228,7 @@ def _digests(file: str, header: Header) -> dict[str, tuple[int, ...]]:
 
 def _small(files: Mapping[str, int]) -> list[str]:
     """Files that go along: config, tokenizer, code; no weights, nothing hidden, nothing huge."""
-    return [
-        name
-        for name, nbytes in files.items()
-        if not name.startswith(".") and not _WEIGHTS.fullmatch(name) and nbytes <= _LARGEST_SMALL
-    ]
-
-
-def _json(store: Store, url: str) -> dict[str, Any]:
-    try:
-        value = json.loads(store.read(url, 0, store.size(url)))
-    except (ValueError, RecursionError) as error:
-        raise CorruptError(f"{url}: not valid JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise CorruptError(f"{url}: not a JSON object")
-    return value
+    return [n for n, nbytes in files.items() if may_go_along(n) and nbytes <= _LARGEST_SMALL]
 
 
 def index_json(weight_map: Mapping[str, str], total_size: int) -> bytes:

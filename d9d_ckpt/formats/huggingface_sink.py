@@ -24,6 +24,10 @@ class HuggingFaceSink:
     max_shard_size: int
     metadata: Mapping[str, str]
 
+    @property
+    def plain_headers(self) -> bool:
+        return False
+
     def arrange(self, targets: Sequence[Target]) -> Arrangement:
         shards = self._shards(targets)
         files = []
@@ -50,6 +54,9 @@ class HuggingFaceSink:
         text = "".join(to_hex(x) for n in out.targets for x in digests[n])
         key = f'"{CHECKSUMS}":"'
         return out.header.replace(f"{key}{'0' * len(text)}".encode(), f"{key}{text}".encode(), 1)
+
+    def record_name(self, arrangement: Arrangement) -> str:
+        return INDEX if len(arrangement.files) > 1 else SINGLE
 
     def record(
         self,

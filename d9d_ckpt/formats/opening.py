@@ -1,16 +1,14 @@
 """Which format a URL holds."""
 
-import re
 from collections.abc import Mapping
 from dataclasses import replace
 
 from d9d_ckpt.errors import MissingError, RequestError, SourceError
 from d9d_ckpt.formats.base import Opened
-from d9d_ckpt.formats.huggingface import open_huggingface
+from d9d_ckpt.formats.huggingface import is_file, open_huggingface
 from d9d_ckpt.formats.sharded import MANIFEST, open_sharded
+from d9d_ckpt.formats.steps import open_step, step_directories, why_not
 from d9d_ckpt.storage.store import Store, join
-
-_STEP = re.compile(r"step-(\d{8,})")
 
 
 def open_checkpoint(store: Store, url: str, step: int | None = None) -> Opened:
@@ -19,10 +17,10 @@ def open_checkpoint(store: Store, url: str, step: int | None = None) -> Opened:
     Raises:
         SourceError: There is none, or it is incomplete or damaged.
     """
-    if url.endswith(".safetensors"):
+    if is_file(store, url):
         return open_huggingface(store, url)
     names = store.names(url)
-    steps = {int(m.group(1)): name for name in names if (m := _STEP.fullmatch(name))}
+    steps = step_directories(names)
     if MANIFEST in names or not steps:
         if step is not None:
             raise RequestError(f"{url}: step {step} was asked for, and this is not a run directory")
@@ -32,10 +30,7 @@ def open_checkpoint(store: Store, url: str, step: int | None = None) -> Opened:
     if step not in steps:
         known = ", ".join(str(n) for n in sorted(steps))
         raise MissingError(f"{url}: no step {step}; there are {known}")
-    path = join(url, steps[step])
-    if MANIFEST not in store.names(path):
-        raise MissingError(f"{path}: no manifest, so step {step} is incomplete")
-    return open_sharded(store, path)
+    return open_step(store, join(url, steps[step]), step)
 
 
 def _latest(store: Store, url: str, steps: Mapping[int, str]) -> Opened:
@@ -43,13 +38,10 @@ def _latest(store: Store, url: str, steps: Mapping[int, str]) -> Opened:
     passed: list[str] = []
     for number in sorted(steps, reverse=True):
         path = join(url, steps[number])
-        if MANIFEST not in store.names(path):
-            passed.append(f"{steps[number]} is incomplete and passed over: it has no manifest")
-            continue
         try:
-            opened = open_sharded(store, path)
+            opened = open_step(store, path, number)
         except SourceError as error:
-            passed.append(f"{steps[number]} is damaged and passed over: {error}")
+            passed.append(f"{steps[number]} is passed over: {why_not(error, path)}")
             continue
         return replace(opened, notes=(*passed, *opened.notes))
     raise MissingError(f"{url}: none of its {len(steps)} steps is whole: {'; '.join(passed)}")

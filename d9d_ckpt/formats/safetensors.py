@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from math import prod
 from typing import Any, NamedTuple
 
 from d9d_ckpt.errors import CorruptError, MappingError
@@ -12,18 +11,15 @@ from d9d_ckpt.tensors import TensorSpec, spec_of
 MAX_HEADER = 100_000_000
 """Bytes of JSON that the reference reader accepts."""
 
-_MAX_ELEMENTS = 1 << 60
-"""More than any tensor has; sizes beyond it overflow in readers."""
-
 ALIGN = 4096
 """Data starts at a multiple of this, so that blocks of 1 MiB are page-aligned writes."""
 
 _KINDS = (
-    (b"PK\x03\x04", "a PyTorch zip file (.bin or .pt); it must be converted to safetensors first"),
+    (b"PK\x03\x04", "a PyTorch zip file; call it .bin or .pt to have it read as one"),
     *(
         (
             bytes([0x80, protocol]),
-            "a Python pickle (.bin or .pt); it must be converted to safetensors first",
+            "a Python pickle; call it .bin or .pt to have it read as a file of torch.save",
         )
         for protocol in range(2, 6)
     ),
@@ -60,9 +56,9 @@ def read_header(store: Store, url: str) -> Header:
     length = int.from_bytes(start[:8], "little")
     if size < 8 or length > min(MAX_HEADER, size - 8):
         # Only then: the length of a valid header may be spelt like another kind's first bytes.
-        for magic, kind in _KINDS:
-            if start.lower().startswith(magic.lower()):
-                raise CorruptError(f"{url}: this is {kind}")
+        kind = kind_of_file(start)
+        if kind is not None:
+            raise CorruptError(f"{url}: this is {kind}")
     if size < 8:
         raise CorruptError(
             f"{url}: {size} bytes, expected at least 8 for a safetensors header; download it again"
@@ -78,6 +74,12 @@ def read_header(store: Store, url: str) -> Header:
             "download it again"
         )
     return parse_header(store.read(url, 8, length), size, url)
+
+
+def kind_of_file(start: bytes) -> str | None:
+    """What a file with these first bytes is, where it is something known and no safetensors file."""
+    known = (kind for magic, kind in _KINDS if start.lower().startswith(magic.lower()))
+    return next(known, None)
 
 
 def parse_header(raw: bytes, size: int, url: str) -> Header:
@@ -144,10 +146,6 @@ def _entry(
         key = dtype, tuple(shape)
     if key not in seen:
         spec = spec_of(name, dtype, shape, url)
-        if prod(n or 1 for n in spec.shape) > _MAX_ELEMENTS or spec.numel * spec.dtype.bits % 8:
-            raise CorruptError(
-                f"{url}: tensor {name!r}, {spec.dtype.name}, has no valid shape: {list(spec.shape)}"
-            )
         seen[key] = spec, spec.nbytes
     spec, nbytes = seen[key]
     offsets = entry.get("data_offsets")

@@ -6,9 +6,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from d9d_ckpt.codecs.checksum import digest, to_hex
-from d9d_ckpt.errors import CkptError, CorruptError, MissingError
+from d9d_ckpt.errors import CkptError, CorruptError, LayoutError, MissingError, UsageError
 from d9d_ckpt.formats.base import Opened
 from d9d_ckpt.formats.safetensors import MAX_HEADER
+from d9d_ckpt.formats.untrusted import is_text, may_go_along, parse_json, read_object
 from d9d_ckpt.layout.topology import Topology, layout_from
 from d9d_ckpt.storage.store import Store, join
 from d9d_ckpt.tensors import BLOCK, Catalogue, Chunk, Entry, Region, TensorSpec, spec_of
@@ -17,6 +18,8 @@ MANIFEST = "manifest.json"
 FORMAT = "d9d-sharded"
 VERSION = 1
 _SEAL = b',"self_xxh3":"'
+_DEEPEST = 256
+"""Levels of JSON: a config that may be read may also be kept here, deeper inside."""
 
 
 @dataclass(frozen=True)
@@ -98,20 +101,33 @@ def open_sharded(store: Store, url: str) -> Opened:
         MissingError: A file is not there.
         CorruptError: The manifest is damaged, of another version, or contradicts a file.
     """
+    opened = read_manifest(store, url)
+    check_sizes(store, url, opened.files)
+    return opened
+
+
+def read_manifest(store: Store, url: str) -> Opened:
+    """What a manifest says, without a look at the files that it names.
+
+    Raises:
+        MissingError: There is none.
+        CorruptError: It is damaged, or of another version.
+    """
     path = join(url, MANIFEST)
     raw = store.read(path, 0, store.size(path))
     value = _sealed(raw, path)
     try:
+        _check_kinds(value, path)
         files = _files(value["files"], path)
         catalogue = _catalogue(value["tensors"], url, files, path)
-        opened = Opened(
+        return Opened(
             url=url,
             format="sharded",
             catalogue=catalogue,
             config=value["model"]["config"],
             family=value["model"]["family"],
             experts=value["model"]["hf_experts"],
-            layout=layout_from(value["layout"], path),
+            layout=_layout(value["layout"], path),
             step=value["step"],
             save_id=value["save_id"],
             small=tuple(name for name in files if "/" not in name),
@@ -125,14 +141,12 @@ def open_sharded(store: Store, url: str) -> Opened:
         raise CorruptError(
             f"{path}: {type(error).__name__} {error}: not a valid manifest"
         ) from error
-    _check_sizes(store, url, files)
-    return opened
 
 
 def _sealed(raw: bytes, path: str) -> dict[str, Any]:
     try:
-        value = json.loads(raw)
-    except (ValueError, RecursionError) as error:
+        value = parse_json(raw, levels=_DEEPEST, flat=("tensors", "files"))
+    except ValueError as error:
         raise CorruptError(f"{path}: not valid JSON, the manifest is damaged: {error}") from None
     if not isinstance(value, dict) or value.get("format") != FORMAT:
         raise CorruptError(f"{path}: not a {FORMAT} manifest")
@@ -141,9 +155,9 @@ def _sealed(raw: bytes, path: str) -> dict[str, Any]:
             f"{path}: version {value.get('version')!r}, this release reads version {VERSION}; "
             "upgrade d9d-ckpt"
         )
-    body, seal, _ = raw.rpartition(_SEAL)
+    body, _, end = raw.rpartition(_SEAL)
     found = to_hex(digest(body))
-    if not seal or value.get("self_xxh3") != found:
+    if end.rstrip() != f'{found}"}}'.encode():
         raise CorruptError(
             f"{path}: its own checksum is {value.get('self_xxh3')!r}, its content has {found!r}: it "
             "was damaged or edited"
@@ -151,16 +165,47 @@ def _sealed(raw: bytes, path: str) -> dict[str, Any]:
     return value
 
 
+def _check_kinds(value: Mapping[str, Any], path: str) -> None:
+    """Values that are passed on as they are must be of the kind that they are used as."""
+    model, metadata = value["model"], value["metadata"]
+    none = type(None)
+    for what, found, kinds in (
+        ("save_id", value["save_id"], (str,)),
+        ("step", value["step"], (int, none)),
+        ("values", value["values"], (dict,)),
+        ("metadata", metadata, (dict,)),
+        ("model config", model["config"], (dict, none)),
+        ("model family", model["family"], (str, none)),
+    ):
+        if type(found) not in kinds:
+            raise CorruptError(f"{path}: {what} cannot be {found!r:.80}")
+    if any(type(v) is not str for v in metadata.values()):
+        raise CorruptError(f"{path}: metadata must map strings to strings")
+    if model["hf_experts"] not in ("", "split", "fused"):
+        raise CorruptError(f"{path}: hf_experts {model['hf_experts']!r:.80} is not known")
+    if value["block"] != BLOCK:
+        raise CorruptError(f"{path}: blocks of {value['block']!r:.80} bytes, expected {BLOCK}")
+
+
+def _layout(value: Mapping[str, Any], path: str) -> Topology:
+    try:
+        return layout_from(value, path)
+    except (UsageError, LayoutError) as error:
+        raise CorruptError(str(error)) from error
+
+
 def _files(value: Mapping[str, Any], path: str) -> dict[str, tuple[int, int]]:
     out = {}
     for name, entry in value.items():
-        if (
-            name.startswith("/")
-            or "\0" in name
-            or any(p in ("", ".", "..") for p in name.split("/"))
-        ):
+        parts = name.split("/")
+        if "\0" in name or not is_text(name) or any(p in ("", ".", "..") for p in parts):
             raise CorruptError(f"{path}: {name!r} is no file inside the checkpoint")
-        out[name] = (int(entry["nbytes"]), int(entry["header_xxh3"], 16))
+        if len(parts) == 1 and (name == MANIFEST or not may_go_along(name)):
+            raise CorruptError(f"{path}: {name!r} is no name of a file beside the weights")
+        nbytes = entry["nbytes"]
+        if type(nbytes) is not int or nbytes < 0:
+            raise CorruptError(f"{path}: {name!r} cannot have {nbytes!r} bytes")
+        out[name] = (nbytes, int(entry["header_xxh3"], 16))
     return out
 
 
@@ -174,6 +219,12 @@ def _catalogue(
         chunks = tuple(_chunk(c, spec, urls) for c in value["chunks"])
         for c, file in zip(chunks, value["chunks"], strict=True):
             _check_chunk(name, spec, c, files[file["file"]][0], path)
+        stored = sum(c.region.numel for c in chunks)
+        if stored != spec.numel:
+            raise CorruptError(
+                f"{path}: tensor {name!r}: its chunks do not cover {list(spec.shape)} exactly once: "
+                f"they hold {stored} of {spec.numel} elements"
+            )
         entries[name] = Entry(spec, chunks)
     return Catalogue(entries)
 
@@ -209,7 +260,13 @@ def _check_chunk(name: str, spec: TensorSpec, c: Chunk, size: int, path: str) ->
         raise CorruptError(f"{path}: tensor {name!r} has a chunk without its checksums")
 
 
-def _check_sizes(store: Store, url: str, files: Mapping[str, tuple[int, int]]) -> None:
+def check_sizes(store: Store, url: str, files: Mapping[str, tuple[int, int]]) -> None:
+    """Every file that a manifest names must be there at its size.
+
+    Raises:
+        MissingError: One is not there.
+        CorruptError: One has another size.
+    """
     for name, (nbytes, _) in files.items():
         path = join(url, name)
         try:
@@ -242,7 +299,7 @@ def file_digest(store: Store, opened: Opened, name: str) -> int:
 
 
 def check_files(store: Store, opened: Opened) -> None:
-    """Every header and small file must be the one that the manifest describes.
+    """Every header and small file must be the one that the manifest describes, and config.json read.
 
     Raises:
         CorruptError: One is of another save, or damaged.
@@ -252,6 +309,8 @@ def check_files(store: Store, opened: Opened) -> None:
             f"{join(opened.url, name)}: checksum {to_hex(found)}, the manifest of save "
             f"{opened.save_id} says {to_hex(expected)}; the file is of another save, or damaged"
         )
+    if "config.json" in opened.small:
+        read_object(store, join(opened.url, "config.json"))
 
 
 def damaged_files(store: Store, opened: Opened, names: Sequence[str]) -> list[tuple[str, int, int]]:

@@ -26,6 +26,14 @@ class ShardedSink:
     manifest: Manifest
     specs: Mapping[str, TensorSpec]
 
+    @property
+    def save_id(self) -> str:
+        return self.manifest.save_id
+
+    @property
+    def plain_headers(self) -> bool:
+        return True
+
     def arrange(self, targets: Sequence[Target]) -> Arrangement:
         by_rank: dict[int, list[int]] = {}
         for number, target in enumerate(targets):
@@ -55,6 +63,9 @@ class ShardedSink:
 
     def header(self, arrangement: Arrangement, file: int, digests: Digests) -> bytes:
         return arrangement.files[file].header
+
+    def record_name(self, arrangement: Arrangement) -> str:
+        return MANIFEST
 
     def record(
         self,

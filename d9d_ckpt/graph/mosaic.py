@@ -7,7 +7,10 @@ from typing import NamedTuple
 from d9d_ckpt.errors import CorruptError
 from d9d_ckpt.graph import ops
 from d9d_ckpt.graph.node import Leaf, Node
-from d9d_ckpt.tensors import Entry, Region, TensorSpec
+from d9d_ckpt.tensors import Chunk, Entry, Region, TensorSpec
+
+_DEEPEST = 64
+"""Cuts inside cuts; layouts of ours make two or three."""
 
 
 class _Tile(NamedTuple):
@@ -26,7 +29,10 @@ def stored(name: str, entry: Entry) -> Node:
     """
     whole = Region.whole(entry.spec.shape)
     if len(entry.chunks) == 1 and entry.chunks[0].region == whole:
-        return ops.leaf(entry.chunks[0], entry.spec)
+        chunk = entry.chunks[0]
+        if chunk.strides is not None:
+            return _strided(chunk, entry.spec, chunk.strides)
+        return ops.leaf(chunk, entry.spec)
     tiles = []
     for chunk in entry.chunks:
         leaf = ops.leaf(chunk, TensorSpec(entry.spec.dtype, chunk.region.shape))
@@ -35,7 +41,28 @@ def stored(name: str, entry: Entry) -> Node:
         return ops.zeros(entry.spec)
     if sum(t.region.numel for t in tiles) != whole.numel:
         raise _gap(name, whole)
-    return _joined(name, whole, tiles)
+    return _joined(name, whole, tiles, _DEEPEST)
+
+
+def _strided(chunk: Chunk, spec: TensorSpec, strides: Sequence[int]) -> Node:
+    """A view of the flat leaf of all that it spans, unrolled dim by dim, the widest stride first.
+
+    Rows of one stride begin inside the span and the last one ends with it, short of a whole stride:
+    zeros make up for that, and the narrow that follows drops them.
+    """
+    flat = chunk.nbytes // spec.dtype.itemsize
+    node: Node = ops.leaf(chunk, TensorSpec(spec.dtype, (flat,)))
+    order = sorted((d for d, n in enumerate(spec.shape) if n > 1), key=lambda d: -strides[d])
+    for d in order:
+        *outer, span = node.shape
+        rows, stride = spec.shape[d], strides[d]
+        short = TensorSpec(spec.dtype, (*outer, rows * stride - span))
+        node = ops.cat((node, ops.zeros(short)), len(outer))
+        node = ops.reshape(node, (*outer, rows, stride))
+        node = ops.narrow(node, len(outer) + 1, 0, span - (rows - 1) * stride)
+    node = ops.reshape(node, tuple(spec.shape[d] for d in order))
+    back = sorted(range(len(order)), key=order.__getitem__)
+    return ops.reshape(ops.permute(node, tuple(back)), spec.shape)
 
 
 def _gap(name: str, region: Region) -> CorruptError:
@@ -44,8 +71,13 @@ def _gap(name: str, region: Region) -> CorruptError:
     )
 
 
-def _joined(name: str, region: Region, tiles: Sequence[_Tile]) -> Node:
+def _joined(name: str, region: Region, tiles: Sequence[_Tile], levels: int) -> Node:
     """``region`` by nested cats: cut where no tile straddles, else cut the tiles themselves."""
+    if not levels:
+        raise CorruptError(
+            f"tensor {name!r}: its chunks interlock more than {_DEEPEST} levels deep, which no layout "
+            "makes"
+        )
     if len(tiles) == 1:
         if tiles[0].region != region:
             raise _gap(name, region)
@@ -53,10 +85,10 @@ def _joined(name: str, region: Region, tiles: Sequence[_Tile]) -> Node:
     for dim in range(len(region.shape)):
         bounds = _clean_cuts(tiles, dim, region)
         if len(bounds) > 2:
-            return ops.cat(tuple(_bands(name, region, tiles, dim, bounds)), dim)
+            return ops.cat(tuple(_bands(name, region, tiles, dim, bounds, levels)), dim)
     dim, at = _first_edge(name, tiles, region)
     split = [part for t in tiles for part in _cut_tile(t, dim, at)]
-    return _joined(name, region, split)
+    return _joined(name, region, split, levels - 1)
 
 
 def _clean_cuts(tiles: Sequence[_Tile], dim: int, region: Region) -> list[int]:
@@ -71,7 +103,12 @@ def _clean_cuts(tiles: Sequence[_Tile], dim: int, region: Region) -> list[int]:
 
 
 def _bands(
-    name: str, region: Region, tiles: Sequence[_Tile], dim: int, bounds: Sequence[int]
+    name: str,
+    region: Region,
+    tiles: Sequence[_Tile],
+    dim: int,
+    bounds: Sequence[int],
+    levels: int,
 ) -> list[Node]:
     groups: dict[int, list[_Tile]] = {start: [] for start in bounds[:-1]}
     ordered = sorted(tiles, key=lambda t: t.region.start[dim])
@@ -85,7 +122,7 @@ def _bands(
         part = region.narrow(dim, start - region.start[dim], stop - start)
         if sum(t.region.numel for t in groups[start]) != part.numel:
             raise _gap(name, part)
-        out.append(_joined(name, part, groups[start]))
+        out.append(_joined(name, part, groups[start], levels - 1))
     return out
 
 

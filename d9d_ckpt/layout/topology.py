@@ -6,8 +6,14 @@ from functools import cached_property
 from typing import Any
 
 from d9d_ckpt.errors import LayoutError, UsageError
+from d9d_ckpt.tensors import MAX_DIMS, brief
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
+
+MAX_RANKS = 1 << 17
+"""More than any cluster has; plans take memory by the rank."""
+
+_MAX_NUMBER = 1 << 40
 
 
 @dataclass(frozen=True)
@@ -48,8 +54,13 @@ class Topology:
 
     def __post_init__(self) -> None:
         for name in (*AXES, "virtual", "vocab_multiple"):
-            if getattr(self, name) < 1:
-                raise LayoutError(f"layout: {name}={getattr(self, name)} must be at least 1")
+            value = getattr(self, name)
+            if not 1 <= value <= _MAX_NUMBER:
+                raise LayoutError(
+                    f"layout: {name}={brief(value)} must be at least 1, at most {_MAX_NUMBER}"
+                )
+        if self.world > MAX_RANKS:
+            raise LayoutError(f"layout: {self.world} ranks, at most {MAX_RANKS} are planned for")
         if self.fsdp * self.tp % self.ep:
             raise LayoutError(
                 f"layout: ep={self.ep} must divide dp_shard x cp x tp = "
@@ -142,7 +153,10 @@ def parse_layout(text: str) -> Topology:
             raise UsageError(f"layout {text!r}: {item!r} is not AXIS=NUMBER")
         if key.strip() in values:
             raise UsageError(f"layout {text!r}: {key.strip()} is given twice")
-        values[key.strip()] = int(value)
+        try:
+            values[key.strip()] = int(value)
+        except ValueError as error:
+            raise UsageError(f"layout: {brief(item)} is not AXIS=NUMBER: {error}") from None
     return layout_from(values, f"layout {text!r}")
 
 
@@ -155,9 +169,11 @@ def layout_from(values: Mapping[str, Any], where: str) -> Topology:
     known = {f.name for f in fields(Topology)}
     for key, value in values.items():
         if key not in known:
-            raise UsageError(f"{where}: unknown key {key!r}; known: {', '.join(sorted(known))}")
+            raise UsageError(
+                f"{where}: unknown key {brief(key)}; known: {', '.join(sorted(known))}"
+            )
         if key in (*AXES, "virtual", "vocab_multiple") and type(value) is not int:
-            raise UsageError(f"{where}: {key} must be a whole number, not {value!r}")
+            raise UsageError(f"{where}: {key} must be a whole number, not {brief(value)}")
     given = dict(values)
     if given.get("stages") is not None:
         given["stages"] = _counts(given["stages"], where)
@@ -166,8 +182,10 @@ def layout_from(values: Mapping[str, Any], where: str) -> Topology:
 
 
 def _counts(value: object, where: str) -> tuple[int, ...]:
-    if not isinstance(value, list) or any(type(n) is not int or n < 1 for n in value):
-        raise UsageError(f"{where}: stages must be a list of layer counts, not {value!r}")
+    if not isinstance(value, list) or any(
+        type(n) is not int or not 1 <= n <= _MAX_NUMBER for n in value
+    ):
+        raise UsageError(f"{where}: stages must be a list of layer counts, not {brief(value)}")
     return tuple(value)
 
 
@@ -177,8 +195,11 @@ def _overrides(value: object, where: str) -> tuple[tuple[str, tuple[tuple[str, i
     out = []
     for glob, dims in value.items():
         if not isinstance(dims, Mapping) or any(
-            axis not in AXES or type(dim) is not int or dim < 0 for axis, dim in dims.items()
+            axis not in AXES or type(dim) is not int or not 0 <= dim < MAX_DIMS
+            for axis, dim in dims.items()
         ):
-            raise UsageError(f"{where}: tensors[{glob!r}] must be {{axis: dim}}, not {dims!r}")
+            raise UsageError(
+                f"{where}: tensors[{brief(glob)}] must be {{axis: dim}}, not {brief(dims)}"
+            )
         out.append((str(glob), tuple(sorted(dims.items()))))
     return tuple(out)

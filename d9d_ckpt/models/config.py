@@ -5,6 +5,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from d9d_ckpt.errors import CorruptError, MappingError
+from d9d_ckpt.tensors import brief
+
+_LARGEST = 1 << 40
+_MOST_LAYERS = 1 << 16
+"""More than any model has; the rules of a family are as many."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +67,8 @@ def read_config(raw: Mapping[str, Any], *, tied_by_default: bool) -> ModelConfig
     hidden = _size(raw, "hidden_size")
     kv_heads = _size(raw, "num_key_value_heads", default=heads)
     layers = _size(raw, "num_hidden_layers")
+    if layers > _MOST_LAYERS:
+        raise CorruptError(f"config.json: num_hidden_layers {layers} is above {_MOST_LAYERS}")
     experts = _size(raw, "num_experts", "num_local_experts", default=0)
     intermediate = _size(raw, "intermediate_size", default=0)
     if heads % kv_heads:
@@ -73,7 +80,7 @@ def read_config(raw: Mapping[str, Any], *, tied_by_default: bool) -> ModelConfig
     step = _size(raw, "decoder_sparse_step", default=1)
     listed = raw.get("mlp_only_layers") or []
     if not isinstance(listed, list) or any(type(n) is not int for n in listed):
-        raise CorruptError(f"config.json: mlp_only_layers must be a list of layers, not {listed!r}")
+        raise CorruptError(f"config.json: mlp_only_layers must be a list of layers, not {brief(listed)}")
     dense = set(listed)
     dense |= {layer for layer in range(layers) if (layer + 1) % step}
     tied = raw.get("tie_word_embeddings")
@@ -99,9 +106,9 @@ def _size(raw: Mapping[str, Any], *keys: str, default: int | None = None) -> int
         value = raw.get(key)
         if value is None:
             continue
-        if type(value) is not int or value < 1:
+        if type(value) is not int or not 1 <= value <= _LARGEST:
             raise CorruptError(
-                f"config.json: {key} must be a whole number above zero, not {value!r}"
+                f"config.json: {key} must be a whole number above zero, not {brief(value)}"
             )
         return value
     if default is None:

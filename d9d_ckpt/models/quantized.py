@@ -6,7 +6,7 @@ from typing import Any
 from d9d_ckpt.errors import MappingError
 from d9d_ckpt.graph import ops
 from d9d_ckpt.graph.node import Leaf, Node
-from d9d_ckpt.tensors import DType
+from d9d_ckpt.tensors import DType, brief
 
 _SUFFIXES = ("_scale_inv", "_scale", ".scale", "_scales")
 """How files name the scale of ``X``: DeepSeek and Qwen, compressed-tensors, DeepSeek V3.2, others."""
@@ -16,6 +16,7 @@ QUANTIZED = ("F8_", "F6_", "F4")
 
 _FP8 = frozenset({"F8_E4M3", "F8_E5M2"})
 _BLOCK = (128, 128)
+_LARGEST_BLOCK = 1 << 20
 
 
 def dequantized(
@@ -68,9 +69,9 @@ def _block(config: Mapping[str, Any]) -> tuple[int, int]:
     if (
         not isinstance(size, list)
         or len(size) != 2
-        or any(type(n) is not int or n < 1 for n in size)
+        or any(type(n) is not int or not 1 <= n <= _LARGEST_BLOCK for n in size)
     ):
-        raise MappingError(f"config.json: weight_block_size must be two sizes, not {size!r}")
+        raise MappingError(f"config.json: weight_block_size must be two sizes, not {brief(size)}")
     return size[0], size[1]
 
 

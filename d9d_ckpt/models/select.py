@@ -125,10 +125,27 @@ def select(source: Source, want: Wanted, same: Same) -> Selected:
         )
     if source.config is None:
         raise RequestError(f"{kin.name} needs the sizes in config.json, which the source lacks")
-    config = kin.config(source.config)
+    config = _config(kin, source.config, source.nodes)
     if want.to == "sharded":
         return _forward(source, kin, config, want, same)
     return _backward(source, kin, config, want, same)
+
+
+def _config(kin: Family, raw: Mapping[str, Any], nodes: Mapping[str, Node]) -> ModelConfig:
+    """The sizes, which the tensors there are must be enough for: rules are made by the layer.
+
+    Raises:
+        MappingError: More layers and experts than the source has elements.
+    """
+    config = kin.config(raw)
+    sparse = config.layers - len(config.dense_layers)
+    elements = sum(node.spec.numel for node in nodes.values())
+    if config.layers + sparse * config.experts > elements:
+        raise MappingError(
+            f"config.json: {config.layers} layers of {config.experts} experts cannot be in tensors of "
+            f"{elements} elements; config.json is of another model"
+        )
+    return config
 
 
 def _backward(
@@ -157,7 +174,7 @@ def _unmapped(source: Source, kin: Family | None, want: Wanted) -> Selected:
         nodes = dequantized(nodes, source.config or {}, want.dequantize)
     if kin is None or source.config is None:
         return Selected(Mapped(nodes, {}, 0), None, source.experts)
-    config = kin.config(source.config)
+    config = _config(kin, source.config, nodes)
     placed = _with_slots(placements_of(kin, config), nodes)
     return Selected(Mapped(nodes, placed, config.layers), kin.name, source.experts)
 

@@ -20,7 +20,7 @@ from d9d_ckpt.plan.schedule import limits, tasks
 from d9d_ckpt.run.gather import Buffer
 from d9d_ckpt.run.stream import Streamer
 from d9d_ckpt.storage.opening import store_for
-from d9d_ckpt.storage.store import Options
+from d9d_ckpt.storage.store import Options, is_local
 from d9d_ckpt.tensors import Region
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class Reader:
         """Fill ``out`` with the bytes of ``node[region]``, row-major; the bytes that were read."""
         plan = lower([Request("", node, (region,), (0,))])
         store = store_for(self.url, self.options)
-        limit = limits(self.memory)
+        limit = limits(self.memory, remote=not is_local(self.url))
         streamer = Streamer(plan, limit, store, MemoryWriter(out), digests=False)
         try:
             for unit in units(plan):

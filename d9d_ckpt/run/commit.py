@@ -1,70 +1,34 @@
-"""A destination: claimed, filled under private names, and made to exist by its record, last."""
+"""What every destination does: it is claimed, and the record that makes a checkpoint comes last."""
 
-import json
-import os
-import socket
-import time
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from typing import Protocol
 
-from d9d_ckpt.errors import DestinationError, MissingError, StorageError
-from d9d_ckpt.formats.base import Arrangement, Digests, Record, Sink
-from d9d_ckpt.formats.existing import NOTHING, Superseded
-from d9d_ckpt.storage.store import Store, join
-from d9d_ckpt.tensors import Target, format_bytes
-
-_CLAIM = ".d9d-claim"
-_OURS, _TMP = ".d9d-", ".tmp"
+from d9d_ckpt.formats.base import Arrangement, Digests, Sink
+from d9d_ckpt.storage.store import Store
+from d9d_ckpt.tensors import Target
 
 
-@dataclass(frozen=True)
-class Destination:
-    """Where a checkpoint is written.
+class Destination(Protocol):
+    """Where a checkpoint is written."""
 
-    Attributes:
-        store: The store.
-        url: The directory.
-        old: What is replaced.
-    """
+    @property
+    def store(self) -> Store:
+        """The store."""
+        ...
 
-    store: Store
-    url: str
-    old: Superseded = NOTHING
+    @property
+    def url(self) -> str:
+        """The directory or prefix."""
+        ...
 
     def prepare(self, arrangement: Arrangement, save_id: str) -> None:
-        """Check room, claim the directory and create the files.
+        """Check what can be checked, claim the place, and get ready to be written.
 
         Raises:
             StorageError: Not enough free space, or the store refused; nothing is left of this.
-            DestinationError: Another writer has claimed the directory.
+            DestinationError: Another writer has claimed it.
         """
-        needed = sum(f.nbytes for f in arrangement.files)
-        free = self.store.free(self.url)
-        if free is not None and free < needed:
-            raise StorageError(
-                f"{self.url}: {format_bytes(needed)} are to be written, {format_bytes(free)} are free"
-            )
-        owner = {"save_id": save_id, "host": socket.gethostname(), "pid": os.getpid()}
-        claim = json.dumps(owner | {"time": time.time()}).encode()
-        if not self.store.claim(join(self.url, _CLAIM), claim):
-            raise DestinationError(
-                f"{self.url}: claimed by another writer ({self._holder()}); if it is gone, delete "
-                f"{join(self.url, _CLAIM)} and the unfinished files"
-            )
-        try:
-            for file in arrangement.files:
-                self.store.create(join(self.url, file.staged), file.nbytes, self.old.mode)
-        except BaseException:
-            self.abort(arrangement, save_id)
-            raise
-
-    def _holder(self) -> str:
-        path = join(self.url, _CLAIM)
-        try:
-            return self.store.read(path, 0, self.store.size(path)).decode(errors="replace")
-        except MissingError:
-            return "which has just finished"
+        ...
 
     def commit(
         self,
@@ -74,83 +38,16 @@ class Destination:
         digests: Digests,
         small: Mapping[str, bytes],
     ) -> None:
-        """Headers, durable files, final names, then the record: only now the checkpoint exists.
+        """Make the checkpoint exist; when a step fails, what was there before is put back."""
+        ...
 
-        When a step fails, what was there before is put back.
+    def tidy(self, new: Collection[str]) -> None:
+        """Remove what a committed checkpoint of the files ``new`` has replaced, and the claim.
+
+        The checkpoint exists whether or not this succeeds.
         """
-        self._finish(sink, arrangement, digests)
-        record = sink.record(targets, arrangement, digests, small)
-        renamed = [f for f in arrangement.files if f.staged != f.name]
-        new = {f.name for f in arrangement.files} | set(small)
-        if record is not None:
-            new.add(record.name)
-        with ExitStack() as undo:
-            # A single file takes the place of a single file at once; any other set of files to be
-            # renamed could be mixed with the old one, which must not look complete meanwhile.
-            if renamed and self.old.names != tuple(f.name for f in renamed):
-                for name in self.old.names:
-                    self._set_aside(name, undo)
-            for name, content in small.items():
-                self._replace(Record(name, content), undo)
-            for file in renamed:
-                self.store.publish(join(self.url, file.staged), join(self.url, file.name))
-                if self.old.names != (file.name,):
-                    undo.callback(self.store.delete, join(self.url, file.name))
-            self.store.sync(self.url)
-            if record is not None:
-                self._replace(record, undo)
-            self.store.sync(self.url)
-            undo.pop_all()
-        self._delete([name for name in self.old.names if name not in new])
-        self._delete([*self._leftovers(), _CLAIM])
+        ...
 
     def abort(self, arrangement: Arrangement, save_id: str) -> None:
         """Remove what this save has written; what was there before stays."""
-        self._delete([f.staged for f in arrangement.files])
-        self._delete([save_id, *self._leftovers(), _CLAIM])
-        self.store.remove_empty(self.url)
-
-    def _finish(self, sink: Sink, arrangement: Arrangement, digests: Digests) -> None:
-        """Headers, then everything durable."""
-        for number, file in enumerate(arrangement.files):
-            header = sink.header(arrangement, number, digests)
-            self.store.write(join(self.url, file.staged), 0, memoryview(header))
-        self.store.flush()
-        for file in arrangement.files:
-            self.store.sync(join(self.url, file.staged))
-        for directory in sorted({f.staged.rpartition("/")[0] for f in arrangement.files}):
-            self.store.sync(join(self.url, directory) if directory else self.url)
-
-    def _set_aside(self, name: str, undo: ExitStack) -> None:
-        url, aside = join(self.url, name), join(self.url, f"{_OURS}old.{name}{_TMP}")
-        self.store.publish(url, aside)
-        undo.callback(self.store.publish, aside, url)
-
-    def _replace(self, record: Record, undo: ExitStack) -> None:
-        url = join(self.url, record.name)
-        try:
-            before = self.store.read(url, 0, self.store.size(url))
-        except MissingError:
-            undo.callback(self.store.delete, url)
-        else:
-            if before == record.content:
-                return
-            undo.callback(self._put, Record(record.name, before))
-        self._put(record)
-
-    def _put(self, record: Record) -> None:
-        staged = join(self.url, f"{_OURS}{record.name}{_TMP}")
-        self.store.create(staged, len(record.content), self.old.mode)
-        self.store.write(staged, 0, memoryview(record.content))
-        self.store.flush()
-        self.store.sync(staged)
-        self.store.publish(staged, join(self.url, record.name))
-
-    def _leftovers(self) -> list[str]:
-        """Temporary files of small ones and of what was set aside; the claim says they are ours."""
-        names = self.store.names(self.url)
-        return [name for name in names if name.startswith(_OURS) and name.endswith(_TMP)]
-
-    def _delete(self, names: Sequence[str]) -> None:
-        for name in names:
-            self.store.delete(join(self.url, name))
+        ...

@@ -1,5 +1,6 @@
 """A plan carried out: claimed, shared among ranks and workers, committed; or undone."""
 
+import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -11,9 +12,11 @@ from d9d_ckpt.formats.base import Arrangement, Digests, Sink
 from d9d_ckpt.plan.assign import Unit, split_queue, units
 from d9d_ckpt.plan.plan import Plan
 from d9d_ckpt.plan.schedule import Limits
+from d9d_ckpt.run.bucket import Bucket
 from d9d_ckpt.run.commit import Destination
 from d9d_ckpt.run.ranks import Ranks
 from d9d_ckpt.run.stream import Place
+from d9d_ckpt.run.upload import Uploader, Uploads
 from d9d_ckpt.run.workers import Job, Outcome, Progress, run
 from d9d_ckpt.storage.store import Options, join
 from d9d_ckpt.tensors import BLOCK
@@ -75,6 +78,8 @@ def execute(work: Work, ranks: Ranks, progress: Progress) -> Done:
         if ranks.rank == 0:
             work.destination.abort(work.arrangement, work.save_id)
         raise
+    if ranks.rank == 0:
+        _tidied(work)
     return Done(
         bytes_read=sum(o.bytes_read for o in outcomes),
         bytes_written=sum(o.bytes_written for o in outcomes),
@@ -82,6 +87,8 @@ def execute(work: Work, ranks: Ranks, progress: Progress) -> Done:
         processes=len(outcomes),
     )
 
+
+_LOG = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -115,16 +122,35 @@ def _prepared(work: Work, ranks: Ranks) -> None:
 
 def _moved(work: Work, ranks: Ranks, progress: Progress) -> list[Outcome]:
     """All outcomes on rank 0, its own elsewhere."""
-    mine = _share(units(work.plan), ranks)
     result: list[Outcome] | CkptError
     try:
-        result = run(_job(work, mine), _with_beat(progress, ranks))
+        if isinstance(work.destination, Bucket):
+            result = [_uploaded(work, work.destination, ranks, _with_beat(progress, ranks))]
+        else:
+            result = run(_job(work, _share(units(work.plan), ranks)), _with_beat(progress, ranks))
     except CkptError as error:
         result = error
     gathered = ranks.gather(result)
     if ranks.rank == 0:
         return [outcome for part in gathered for outcome in part]
     return result if isinstance(result, list) else []
+
+
+def _uploaded(work: Work, bucket: Bucket, ranks: Ranks, progress: Progress) -> Outcome:
+    """Whole objects fall to one rank each: their parts and headers belong together."""
+    sizes = [file.nbytes for file in work.arrangement.files]
+    uploads = Uploads(
+        plan=work.plan,
+        sink=work.sink,
+        arrangement=work.arrangement,
+        files=split_queue(sizes, ranks.world)[ranks.rank],
+        limit=work.limit,
+        threads=work.workers,
+        source=work.source,
+        destination=bucket.url,
+        options=work.options,
+    )
+    return Uploader(uploads, bucket.store, progress).run()
 
 
 def _with_beat(progress: Progress, ranks: Ranks) -> Progress:
@@ -173,6 +199,16 @@ def _committed(work: Work, ranks: Ranks, outcomes: Sequence[Outcome]) -> None:
     ranks.broadcast(failure)
 
 
+def _tidied(work: Work) -> None:
+    """What is left of the old checkpoint goes; the new one stands even if that fails."""
+    record = work.sink.record_name(work.arrangement)
+    new = {f.name for f in work.arrangement.files} | set(work.small) | {record}
+    try:
+        work.destination.tidy(new)
+    except CkptError as error:
+        _LOG.warning("the checkpoint is complete; what it replaced is not all removed: %s", error)
+
+
 def _joined(plan: Plan, outcomes: Sequence[Outcome]) -> Digests:
     """The digests of every target in block order; every block must have been written once."""
     blank: list[list[int | None]] = [[None] * (-(-t.nbytes // BLOCK)) for t in plan.targets]
@@ -180,15 +216,15 @@ def _joined(plan: Plan, outcomes: Sequence[Outcome]) -> Digests:
         for target, parts in outcome.digests.items():
             for first, values in parts:
                 blank[target][first : first + len(values)] = values
-    out = []
-    for box, found in zip(plan.targets, blank, strict=True):
+    out = {}
+    for number, (box, found) in enumerate(zip(plan.targets, blank, strict=True)):
         filled = tuple(v for v in found if v is not None)
         if len(filled) != -(-box.nbytes // BLOCK):
             raise StorageError(
                 f"tensor {box.name!r}: {len(filled)} of {-(-box.nbytes // BLOCK)} blocks were "
                 "written; nothing is committed"
             )
-        out.append(filled)
+        out[number] = filled
     return out
 
 

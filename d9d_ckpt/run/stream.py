@@ -12,7 +12,7 @@ from d9d_ckpt.graph.pieces import Piece, cells
 from d9d_ckpt.plan.plan import Plan
 from d9d_ckpt.plan.schedule import Limits, Move, Output, Pack, Read, Scatter, Task
 from d9d_ckpt.run.gather import Buffer, compute, copy
-from d9d_ckpt.storage.store import Store
+from d9d_ckpt.storage.store import FileStore, Store
 from d9d_ckpt.tensors import BLOCK
 
 
@@ -41,7 +41,7 @@ _PENDING = 1 << 20
 class FileWriter:
     """Targets in files that exist already; small neighbours are written together."""
 
-    def __init__(self, store: Store, places: Sequence[Place]) -> None:
+    def __init__(self, store: FileStore, places: Sequence[Place]) -> None:
         self._store, self._places = store, places
         self._pending = bytearray()
         self._url, self._offset = "", 0

@@ -19,6 +19,7 @@ from d9d_ckpt.plan.assign import Unit
 from d9d_ckpt.plan.plan import Plan
 from d9d_ckpt.plan.schedule import Limits, tasks
 from d9d_ckpt.run.stream import FileWriter, Place, Streamer
+from d9d_ckpt.storage.local import LocalStore
 from d9d_ckpt.storage.opening import store_for
 from d9d_ckpt.storage.store import Options, is_local
 
@@ -91,7 +92,7 @@ def forking(source: str, destination: str) -> bool:
 
 def _work(job: Job, numbers: Iterator[int], progress: Progress) -> Outcome:
     source = store_for(job.source, job.options)
-    destination = store_for(job.destination, job.options)
+    destination = LocalStore()
     writer = FileWriter(destination, job.places)
     streamer = Streamer(job.plan, job.limit, source, writer)
     try:

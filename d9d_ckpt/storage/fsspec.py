@@ -1,20 +1,18 @@
-"""Everything that is not a local path, through fsspec; its only importer."""
+"""Whatever else fsspec opens, by its plainest calls."""
 
+import tempfile
 from collections.abc import Sequence
 from typing import Any
 
 import fsspec
 
 from d9d_ckpt.errors import CorruptError, MissingError, StorageError, UsageError
-from d9d_ckpt.storage.store import Options
+from d9d_ckpt.storage.ranges import coalesced
+from d9d_ckpt.storage.store import Options, Upload
 
 
 class FsspecStore:
-    """Reads ranges of whatever fsspec opens.
-
-    Listings and sizes are always asked afresh, never taken from a cache. Destinations on such
-    stores are not written yet.
-    """
+    """Reads ranges and writes whole objects of a protocol that has no store of its own here."""
 
     def __init__(self, url: str, options: Options) -> None:
         try:
@@ -26,32 +24,21 @@ class FsspecStore:
         return int(self._call("stat", url, self._fs.info, self._path(url), refresh=True)["size"])
 
     def names(self, url: str) -> list[str]:
-        try:
-            found = self._call(
-                "list", url, self._fs.ls, self._path(url), detail=False, refresh=True
-            )
-        except MissingError:
-            return []
-        return sorted(path.rstrip("/").rsplit("/", 1)[-1] for path in found)
+        return sorted(_name(entry) for entry in self._entries(url))
 
     def files(self, url: str) -> dict[str, int]:
-        found = self._call("list", url, self._fs.ls, self._path(url), detail=True, refresh=True)
-        sizes = {
-            entry["name"].rstrip("/").rsplit("/", 1)[-1]: int(entry["size"])
-            for entry in found
-            if entry["type"] == "file"
-        }
-        return dict(sorted(sizes.items()))
+        found = [entry for entry in self._entries(url) if entry["type"] == "file"]
+        return dict(sorted((_name(entry), int(entry["size"])) for entry in found))
 
     def read(self, url: str, offset: int, nbytes: int) -> bytes:
         if not nbytes:
             return b""
-        path = self._path(url)
+        end = offset + nbytes
         data: bytes = self._call(
-            "read", url, self._fs.cat_file, path, start=offset, end=offset + nbytes
+            "read", url, self._fs.cat_file, self._path(url), start=offset, end=end
         )
         if len(data) != nbytes:
-            raise self._short(url, offset + len(data), offset + nbytes)
+            raise _short(url, offset + len(data), end)
         return data
 
     def read_into(self, url: str, offset: int, views: Sequence[memoryview]) -> None:
@@ -61,64 +48,61 @@ class FsspecStore:
             data = data[len(view) :]
 
     def read_runs(self, url: str, offsets: Sequence[int], nbytes: int, view: memoryview) -> None:
-        path = self._path(url)
-        ends = [offset + nbytes for offset in offsets]
-        found = self._call(
-            "read", url, self._fs.cat_ranges, [path] * len(ends), list(offsets), ends
-        )
-        for number, (offset, data) in enumerate(zip(offsets, found, strict=True)):
-            if len(data) != nbytes:
-                raise self._short(url, offset + len(data), offset + nbytes)
-            view[number * nbytes : (number + 1) * nbytes] = data
-
-    def create(self, url: str, nbytes: int, mode: int | None = None) -> None:
-        raise self._read_only(url)
-
-    def write(self, url: str, offset: int, view: memoryview) -> None:
-        raise self._read_only(url)
+        for request in coalesced(offsets, nbytes):
+            data = self.read(url, request.offset, request.nbytes)
+            for run in request.runs:
+                low = offsets[run] - request.offset
+                view[run * nbytes : (run + 1) * nbytes] = data[low : low + nbytes]
 
     def claim(self, url: str, content: bytes) -> bool:
-        raise self._read_only(url)
+        path = self._path(url)
+        try:
+            self._call("claim", url, self._fs.pipe_file, path, content, mode="create")
+        except StorageError as error:
+            if isinstance(error.__cause__, FileExistsError):
+                return False
+            raise
+        return self.read(url, 0, self.size(url)) == content
+
+    def put(self, url: str, content: bytes, mode: int | None = None) -> None:
+        del mode  # such stores have none
+        self._call("put", url, self._fs.pipe_file, self._path(url), content)
+
+    def delete(self, url: str) -> None:
+        try:
+            self._call("delete", url, self._fs.rm, self._path(url), recursive=True)
+        except MissingError:
+            return
 
     def remove_empty(self, url: str) -> None:
-        raise self._read_only(url)
-
-    def flush(self) -> None:
-        """Nothing is open for writing."""
-
-    def sync(self, url: str) -> None:
-        raise self._read_only(url)
+        """Nothing: most such stores have no directories of their own."""
 
     def mode(self, url: str) -> int | None:
         """Nothing: such stores have no permissions of this kind."""
 
-    def publish(self, url: str, new: str) -> None:
-        raise self._read_only(url)
-
-    def delete(self, url: str) -> None:
-        raise self._read_only(url)
-
     def free(self, url: str) -> int | None:
-        return None
+        """Nobody knows."""
 
     def close(self) -> None:
         """Nothing is kept open between calls."""
 
-    @staticmethod
-    def _short(url: str, end: int, wanted: int) -> CorruptError:
-        return CorruptError(
-            f"{url}: ends at byte {end}, expected at least {wanted}; it was cut short: fetch or write "
-            "it again"
-        )
+    def upload(self, url: str) -> Upload:
+        return Spool(self, url)
 
-    @staticmethod
-    def _read_only(url: str) -> StorageError:
-        return StorageError(
-            f"{url}: destinations must be local paths so far; convert to a local directory and copy it"
-        )
+    def send(self, url: str, path: str) -> None:
+        """Write the local file ``path`` as an object."""
+        self._call("write", url, self._fs.put_file, path, self._path(url))
+
+    def _entries(self, url: str) -> list[dict[str, Any]]:
+        try:
+            found = self._call("list", url, self._fs.ls, self._path(url), detail=True, refresh=True)
+        except MissingError:
+            return []
+        own = self._path(url).rstrip("/")
+        return [entry for entry in found if entry["name"].rstrip("/") != own]
 
     def _path(self, url: str) -> str:
-        return str(self._fs._strip_protocol(url))  # noqa: SLF001
+        return str(self._fs._strip_protocol(url))  # noqa: SLF001 - how fsspec names what it opens
 
     @staticmethod
     def _call(operation: str, url: str, function: Any, *args: Any, **kwargs: Any) -> Any:
@@ -128,3 +112,35 @@ class FsspecStore:
             raise MissingError(f"{url}: no such file") from error
         except OSError as error:
             raise StorageError(f"{operation} {url}: {error}") from error
+
+
+class Spool:
+    """An object whose parts come in any order, kept in a local file until it is complete."""
+
+    def __init__(self, store: FsspecStore, url: str) -> None:
+        self._store, self._url = store, url
+        self._file = tempfile.NamedTemporaryFile()  # noqa: SIM115 - lives until complete or abort
+
+    def put(self, number: int, offset: int, view: memoryview) -> None:
+        del number
+        self._file.seek(offset)
+        self._file.write(view)
+
+    def complete(self) -> None:
+        self._file.flush()
+        self._store.send(self._url, self._file.name)
+        self._file.close()
+
+    def abort(self) -> None:
+        self._file.close()
+
+
+def _name(entry: dict[str, Any]) -> str:
+    return str(entry["name"]).rstrip("/").rsplit("/", 1)[-1]
+
+
+def _short(url: str, end: int, wanted: int) -> CorruptError:
+    return CorruptError(
+        f"{url}: ends at byte {end}, expected at least {wanted}; it was cut short: fetch or write it "
+        "again"
+    )

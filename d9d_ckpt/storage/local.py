@@ -101,6 +101,15 @@ class LocalStore:
     def flush(self) -> None:
         self.close()
 
+    def put(self, url: str, content: bytes, mode: int | None = None) -> None:
+        folder, _, name = url.rpartition("/")
+        staged = f"{folder}/.d9d-{name}.tmp"
+        self.create(staged, len(content), mode)
+        self.write(staged, 0, memoryview(content))
+        self.flush()
+        self.sync(staged)
+        self.publish(staged, url)
+
     def sync(self, url: str) -> None:
         with _translated("fsync", url):
             fd = os.open(url, os.O_RDONLY)

@@ -1,4 +1,4 @@
-"""The Store protocol and what URLs have in common."""
+"""The Store protocols and what URLs have in common."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
@@ -8,7 +8,8 @@ class Store(Protocol):
     """What the engine needs of a place that holds files. URLs are whole, never relative.
 
     Every method raises `MissingError` for a file that is not there, `CorruptError` for one that
-    ends early, and `StorageError` for anything else that the place refuses.
+    ends early, and `StorageError` for anything else that the place refuses. No answer comes from a
+    cache.
     """
 
     def size(self, url: str) -> int:
@@ -35,23 +36,47 @@ class Store(Protocol):
         """Fill ``view`` with runs of ``nbytes`` from ``offsets``, side by side."""
         ...
 
-    def create(self, url: str, nbytes: int, mode: int | None = None) -> None:
-        """A new file of ``nbytes`` to be written in any order; its directories as well.
-
-        ``mode`` are its permissions; None leaves them to the umask.
-        """
-        ...
-
-    def write(self, url: str, offset: int, view: memoryview) -> None:
-        """Put ``view`` at ``offset`` of a created file."""
-        ...
-
     def claim(self, url: str, content: bytes) -> bool:
         """Create a small file unless it exists; whether this caller created it."""
         ...
 
+    def put(self, url: str, content: bytes, mode: int | None = None) -> None:
+        """A small file, durable and whole at once, in place of what bore its name.
+
+        ``mode`` are its permissions; None leaves them to the umask, or as they were.
+        """
+        ...
+
+    def delete(self, url: str) -> None:
+        """Remove a file, or a directory with all that is in it; absent is fine."""
+        ...
+
     def remove_empty(self, url: str) -> None:
         """Remove a directory that has nothing in it."""
+        ...
+
+    def mode(self, url: str) -> int | None:
+        """Permissions of a file; None where the place has none, or there is no such file."""
+        ...
+
+    def free(self, url: str) -> int | None:
+        """Bytes that can still be written under ``url``; None where nobody knows."""
+        ...
+
+    def close(self) -> None:
+        """Let go of what is open."""
+        ...
+
+
+class FileStore(Store, Protocol):
+    """A place where files are written in any order and renamed."""
+
+    def create(self, url: str, nbytes: int, mode: int | None = None) -> None:
+        """A new file of ``nbytes`` to be written in any order; its directories as well."""
+        ...
+
+    def write(self, url: str, offset: int, view: memoryview) -> None:
+        """Put ``view`` at ``offset`` of a created file."""
         ...
 
     def flush(self) -> None:
@@ -62,24 +87,32 @@ class Store(Protocol):
         """Make a file, or the entries of a directory, durable."""
         ...
 
-    def mode(self, url: str) -> int | None:
-        """Permissions of a file; None where the place has none, or there is no such file."""
-        ...
-
     def publish(self, url: str, new: str) -> None:
         """Give a finished file its final name, replacing what bore it."""
         ...
 
-    def delete(self, url: str) -> None:
-        """Remove a file, or a directory with all that is in it; absent is fine."""
+
+class Upload(Protocol):
+    """An object that comes to exist as a whole when it is completed."""
+
+    def put(self, number: int, offset: int, view: memoryview) -> None:
+        """Part ``number``, from 1, which starts at ``offset`` of the object; in any order."""
         ...
 
-    def free(self, url: str) -> int | None:
-        """Bytes that can still be written under ``url``; None where nobody knows."""
+    def complete(self) -> None:
+        """Make the object exist, in place of what bore its name."""
         ...
 
-    def close(self) -> None:
-        """Let go of open files."""
+    def abort(self) -> None:
+        """Drop every part."""
+        ...
+
+
+class ObjectStore(Store, Protocol):
+    """A place without renames and random writes: objects come in parts."""
+
+    def upload(self, url: str) -> Upload:
+        """Begin an object."""
         ...
 
 

@@ -1,0 +1,57 @@
+"""The mark in a directory that somebody is filling, or emptying."""
+
+import json
+from dataclasses import dataclass
+
+from d9d_ckpt.errors import MissingError
+from d9d_ckpt.storage.store import Store
+
+OURS = ".d9d-"
+"""Files with such names are ours, in every directory that we write."""
+
+CLAIM = f"{OURS}claim"
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """Whose a directory is.
+
+    Attributes:
+        host: Where the process runs; empty when the claim cannot be read.
+        pid: Its number there.
+        time: When it came, in seconds of the epoch.
+        prune: Of a process that deletes the checkpoint: the small files that go with it, which
+            nothing else names once the manifest is gone. None of a writer.
+    """
+
+    host: str
+    pid: int
+    time: float
+    prune: tuple[str, ...] | None = None
+
+    def encode(self) -> bytes:
+        """The file."""
+        value = {"host": self.host, "pid": self.pid, "time": self.time}
+        return json.dumps(value | ({} if self.prune is None else {"prune": self.prune})).encode()
+
+
+UNREADABLE = Claim("", 0, 0.0)
+
+
+def read_claim(store: Store, url: str) -> Claim | None:
+    """The claim at ``url``, None when there is none; a damaged or half-written one names no host."""
+    try:
+        value = json.loads(store.read(url, 0, store.size(url)))
+        host, pid, since, prune = value["host"], value["pid"], value["time"], value.get("prune")
+    except MissingError:
+        return None
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return UNREADABLE
+    who = isinstance(host, str) and type(pid) is int and pid > 0 and type(since) in (int, float)
+    if not who or not (prune is None or _is_names(prune)):
+        return UNREADABLE
+    return Claim(host, pid, since, None if prune is None else tuple(prune))
+
+
+def _is_names(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(name, str) for name in value)
