@@ -15,6 +15,8 @@ SHORT = 64 << 10
 _UNIT = 32 << 20
 """Bytes of one unit: enough to make its overhead nothing, little enough to balance workers."""
 
+_REMOTE_UNIT = 8 << 20
+
 _MOST_UNITS = 8192
 
 
@@ -42,9 +44,15 @@ class Unit:
         return sum(span.high - span.low for span in self.spans)
 
 
-def units(plan: Plan) -> list[Unit]:
-    """All work, in the order in which the targets are stored."""
-    size = max(_UNIT, plan.bytes_written // _MOST_UNITS)
+def units(plan: Plan, *, remote: bool = False) -> list[Unit]:
+    """All work, in the order in which the targets are stored.
+
+    Args:
+        plan: The plan.
+        remote: Whether the source answers slowly, so that many small units keep all workers waiting
+            at once until the end.
+    """
+    size = max(_REMOTE_UNIT if remote else _UNIT, plan.bytes_written // _MOST_UNITS)
     out: list[Unit] = []
     batch: list[Span] = []
     batched = 0

@@ -18,7 +18,7 @@ from d9d_ckpt.run.ranks import Ranks
 from d9d_ckpt.run.stream import Place
 from d9d_ckpt.run.upload import Uploader, Uploads
 from d9d_ckpt.run.workers import Job, Outcome, Progress, run
-from d9d_ckpt.storage.store import Options, join
+from d9d_ckpt.storage.store import Options, is_local, join
 from d9d_ckpt.tensors import BLOCK
 
 
@@ -127,7 +127,7 @@ def _moved(work: Work, ranks: Ranks, progress: Progress) -> list[Outcome]:
         if isinstance(work.destination, Bucket):
             result = [_uploaded(work, work.destination, ranks, _with_beat(progress, ranks))]
         else:
-            result = run(_job(work, _share(units(work.plan), ranks)), _with_beat(progress, ranks))
+            result = run(_job(work, _share(units(work.plan, remote=not is_local(work.source)), ranks)), _with_beat(progress, ranks))
     except CkptError as error:
         result = error
     gathered = ranks.gather(result)

@@ -161,19 +161,13 @@ def test_f02_single_file_wins_over_others_which_are_named(tmp_path):
     assert "consolidated.safetensors" in report["notes"][0]
 
 
-def test_f19_only_pickled_weights_are_refused_by_name(tmp_path):
+def test_f19_pickled_shards_without_an_index_are_refused_by_name(tmp_path):
     src = tmp_path / "src"
     src.mkdir()
-    for n in (1, 2):
-        torch.save({"a": torch.ones(2)}, src / f"pytorch_model-0000{n}-of-00002.bin")
-    (src / "pytorch_model.bin.index.json").write_text("{}")
-    refused(
-        moved(src, tmp_path / "dst"),
-        3,
-        "pytorch_model-00001-of-00002.bin",
-        "pytorch_model-00002-of-00002.bin",
-        "safetensors",
-    )
+    names = [f"pytorch_model-0000{n}-of-00002.bin" for n in (1, 2)]
+    for name in names:
+        torch.save({name[15:18]: torch.ones(2)}, src / name)
+    refused(moved(src, tmp_path / "dst"), 3, *names, "pytorch_model.bin.index.json")
 
 
 def test_f19_bin_beside_safetensors_is_ignored_with_a_note(tmp_path):

@@ -34,7 +34,6 @@ from hypothesis import strategies as st
 
 import d9d_ckpt
 from d9d_ckpt.errors import CkptError, CorruptError, MissingError, SourceError
-from d9d_ckpt.formats.huggingface import open_huggingface
 from d9d_ckpt.formats.pickled import read_pickled
 from d9d_ckpt.storage.local import LocalStore
 
@@ -51,6 +50,14 @@ def save(path, value, zipped=True, protocol=2):
 def read(path):
     found = d9d_ckpt.open(str(path))
     return {name: lazy.read() for name, lazy in found.tensors.items()}
+
+
+def look(path):
+    store = LocalStore()
+    try:
+        return read_pickled(store, str(path))
+    finally:
+        store.close()
 
 
 def zip_of(pickled, storages=(), method=zipfile.ZIP_STORED, **others):
@@ -187,7 +194,7 @@ def test_any_chain_of_views_is_read_as_torch_reads_it(tmp_path_factory, data):
 def test_a_slice_reads_only_what_it_spans(tmp_path):
     x = torch.arange(1 << 20, dtype=torch.float32).reshape(1024, 1024)
     save(tmp_path / "a.pt", {"x": x[:, :8], "row": x[5]})
-    found = open_huggingface(LocalStore(), str(tmp_path / "a.pt")).catalogue.entries
+    found = look(tmp_path / "a.pt").entries
     assert found["row"].chunks[0].nbytes == 4096
     assert found["x"].chunks[0].nbytes == 4 * (1023 * 1024 + 8)
 
@@ -418,7 +425,7 @@ def test_f19_code_is_refused_by_the_name_of_its_class(tmp_path, zipped, name):
     for result in (cli("inspect", src), cli("convert", src, tmp_path / "x", "--to", "huggingface")):
         refused(result, 3, str(src), name)
     with pytest.raises(SourceError):
-        read_pickled(LocalStore(), str(src))
+        look(src)
     assert not proof.exists()
 
 
@@ -470,7 +477,7 @@ def test_a_broken_pickle_is_refused(tmp_path, raw, word):
     for content in (zip_of(raw), legacy_of(raw)):
         (tmp_path / "a.bin").write_bytes(content)
         with pytest.raises(CorruptError) as caught:
-            read_pickled(LocalStore(), str(tmp_path / "a.bin"))
+            look(tmp_path / "a.bin")
         if content.startswith(b"PK") or raw:
             assert word in str(caught.value)
 
@@ -480,10 +487,10 @@ def test_deep_and_circular_values_are_no_trouble(tmp_path):
     for raw in (b"}X\x05\x00\x00\x00modelh\x00s.", b"}q\x00X\x05\x00\x00\x00modelh\x00s."):
         (tmp_path / "a.bin").write_bytes(zip_of(raw))
         with pytest.raises(SourceError):
-            read_pickled(LocalStore(), str(tmp_path / "a.bin"))
+            look(tmp_path / "a.bin")
     (tmp_path / "a.bin").write_bytes(zip_of(b"}X\x01\x00\x00\x00a" + deep[:-1] + b"s."))
     with pytest.raises(MissingError, match="no tensors"):
-        read_pickled(LocalStore(), str(tmp_path / "a.bin"))
+        look(tmp_path / "a.bin")
 
 
 HUGE = 1 << 62
@@ -516,7 +523,7 @@ HUGE = 1 << 62
 def test_numbers_are_checked_against_the_file(tmp_path, numbers, word):
     (tmp_path / "a.bin").write_bytes(zip_of(view(**numbers), FLOATS))
     with pytest.raises(SourceError, match=word):
-        read_pickled(LocalStore(), str(tmp_path / "a.bin"))
+        look(tmp_path / "a.bin")
 
 
 def test_the_same_numbers_are_checked_in_a_legacy_file(tmp_path):
@@ -535,10 +542,10 @@ def test_the_same_numbers_are_checked_in_a_legacy_file(tmp_path):
     ):
         src.write_bytes(legacy_of(view(), keys, stored))
         with pytest.raises(CorruptError, match=word):
-            read_pickled(LocalStore(), str(src))
+            look(src)
     src.write_bytes(legacy_of(view(count=HUGE), ["0"], data))
     with pytest.raises(CorruptError, match="cut short"):
-        read_pickled(LocalStore(), str(src))
+        look(src)
 
 
 def test_a_zip_that_torch_would_not_write_is_refused(tmp_path):
@@ -563,7 +570,7 @@ def test_a_zip_that_torch_would_not_write_is_refused(tmp_path):
     ):
         src.write_bytes(content)
         with pytest.raises(SourceError, match=word):
-            read_pickled(LocalStore(), str(src))
+            look(src)
 
 
 def test_big_endian_legacy_file_is_refused(tmp_path):
@@ -571,7 +578,7 @@ def test_big_endian_legacy_file_is_refused(tmp_path):
     at = raw.index(b"little_endian")
     (tmp_path / "a.bin").write_bytes(raw[:at] + raw[at:].replace(b"\x88", b"\x89", 1))
     with pytest.raises(SourceError, match="big-endian"):
-        read_pickled(LocalStore(), str(tmp_path / "a.bin"))
+        look(tmp_path / "a.bin")
 
 
 def test_zip64_offsets_are_read(tmp_path):
@@ -633,7 +640,7 @@ def test_2000_mutations_raise_nothing_but_ours_and_stay_inside_the_file(tmp_path
     for number in range(2000):
         src.write_bytes(makers[number % len(makers)](rng))
         try:
-            entries = read_pickled(LocalStore(), str(src)).entries
+            entries = look(src).entries
         except CkptError:
             continue
         fine += 1
