@@ -22,17 +22,24 @@ class Claim:
         time: When it came, in seconds of the epoch.
         prune: Of a process that deletes the checkpoint: the small files that go with it, which
             nothing else names once the manifest is gone. None of a writer.
+        save_id: The save of a writer; empty of a process that deletes.
     """
 
     host: str
     pid: int
     time: float
     prune: tuple[str, ...] | None = None
+    save_id: str = ""
 
     def encode(self) -> bytes:
         """The file."""
-        value = {"host": self.host, "pid": self.pid, "time": self.time}
+        value = {"save_id": self.save_id, "host": self.host, "pid": self.pid, "time": self.time}
         return json.dumps(value | ({} if self.prune is None else {"prune": self.prune})).encode()
+
+    def __str__(self) -> str:
+        if not self.host:
+            return "a process that the claim does not name"
+        return f"process {self.pid} on {self.host}"
 
 
 UNREADABLE = Claim("", 0, 0.0)
@@ -43,6 +50,7 @@ def read_claim(store: Store, url: str) -> Claim | None:
     try:
         value = json.loads(store.read(url, 0, store.size(url)))
         host, pid, since, prune = value["host"], value["pid"], value["time"], value.get("prune")
+        save_id = str(value.get("save_id", ""))
     except MissingError:
         return None
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
@@ -50,7 +58,7 @@ def read_claim(store: Store, url: str) -> Claim | None:
     who = isinstance(host, str) and type(pid) is int and pid > 0 and type(since) in (int, float)
     if not who or not (prune is None or _is_names(prune)):
         return UNREADABLE
-    return Claim(host, pid, since, None if prune is None else tuple(prune))
+    return Claim(host, pid, since, None if prune is None else tuple(prune), save_id)
 
 
 def _is_names(value: object) -> bool:

@@ -36,6 +36,9 @@ _LOCAL = struct.Struct("<4s4xH16xHH")
 
 _MAGIC = 0x1950A86A20F9469CFC6C
 _PROTOCOL = 1001
+_COUNT = struct.Struct("<q")
+"""How a legacy file begins, and the elements of a storage ahead of its bytes."""
+
 _NESTED = ("model", "state_dict", "module")
 """Where a training checkpoint keeps its weights, in the order of preference."""
 
@@ -154,7 +157,7 @@ def _members(store: Store, url: str, size: int) -> dict[str, zipfile.ZipInfo]:
     try:
         with zipfile.ZipFile(_Window(store, url, size)) as found:
             infos = found.infolist()
-    except CorruptError:
+    except CorruptError:  # a ValueError as well, and the truth already
         raise
     except (
         zipfile.BadZipFile,
@@ -235,9 +238,6 @@ def _legacy(store: Store, url: str, size: int) -> _Saved:
         raise CorruptError(f"{url}: {len(storages)} storages in use and {len(places)} stored")
     _check_counts(store, url, storages, places)
     return _Saved(value, lambda _: places)
-
-
-_COUNT = struct.Struct("<q")
 
 
 def _check_counts(
@@ -337,22 +337,27 @@ def _checked(name: str, t: Strided, url: str) -> _View:
         if prod(n or 1 for n in t.shape) > _MAX_ELEMENTS:
             raise CorruptError(f"{what}, has no valid shape")
         return _View(t.storage.key, spec, 0, 0, None)
-    dims = sorted((w, n) for n, w in zip(t.shape, t.strides, strict=True) if n > 1)
+    span = _span(t, what)
+    if (t.offset + span) * itemsize > t.storage.nbytes:
+        raise CorruptError(
+            f"{what}, strides {list(t.strides)}, needs {span} elements from {t.offset}, and its storage "
+            f"{t.storage.key!r} has {t.storage.nbytes // itemsize}"
+        )
+    strides = None if _is_row_major(t) else t.strides
+    return _View(t.storage.key, spec, t.offset * itemsize, span * itemsize, strides)
+
+
+def _span(t: Strided, what: str) -> int:
+    """Elements from the first to the last one; all between belong to one index or to none."""
     span = 1
-    for stride, size in dims:
+    for stride, size in sorted((w, n) for n, w in zip(t.shape, t.strides, strict=True) if n > 1):
         if stride < span:
             raise SourceError(
                 f"{what}, is a view whose elements overlap (strides {list(t.strides)}); make it "
                 "contiguous() before it is saved"
             )
         span += (size - 1) * stride
-    if (t.offset + span) * itemsize > t.storage.nbytes:
-        raise CorruptError(
-            f"{what}, strides {list(t.strides)}, needs {span} elements from {t.offset}, and its storage "
-            f"{t.storage.key!r} has {t.storage.nbytes // itemsize}"
-        )
-    strides = None if span == spec.numel and _is_row_major(t) else t.strides
-    return _View(t.storage.key, spec, t.offset * itemsize, span * itemsize, strides)
+    return span
 
 
 def _is_row_major(t: Strided) -> bool:

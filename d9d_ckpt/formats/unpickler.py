@@ -296,7 +296,7 @@ class _Machine:
 
     def _bound(self, count: int) -> None:
         read = self.cursor.position - self.cursor.start
-        if count > min(50_000 + read // 8, _MAX_OBJECTS):
+        if count > min(50_000 + read // 4, _MAX_OBJECTS):
             raise self.cursor.broken(f"{count} objects, more than tensors take,")
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from d9d_ckpt.errors import DestinationError
 from d9d_ckpt.formats.base import Arrangement, Digests, Sink
+from d9d_ckpt.formats.claim import CLAIM
 from d9d_ckpt.formats.existing import NOTHING, Superseded
 from d9d_ckpt.run import claim
 from d9d_ckpt.storage.store import ObjectStore, join
@@ -38,7 +39,7 @@ class Bucket:
                 f"{self.url}: {', '.join(taken[:4])} would be replaced one by one, and a failure in "
                 "between would leave a mixture; write to another place"
             )
-        claim.claim(self.store, self.url, save_id)
+        claim.take(self.store, self.url, save_id)
 
     def commit(
         self,
@@ -60,7 +61,7 @@ class Bucket:
         """Remove what the checkpoint has replaced, and the claim."""
         for name in [n for n in self.old.names if n not in new]:
             self.store.delete(join(self.url, name))
-        self.store.delete(join(self.url, claim.CLAIM))
+        self.store.delete(join(self.url, CLAIM))
 
     def abort(self, arrangement: Arrangement, save_id: str) -> None:
         """Remove what this save has written; what was there before stays."""
@@ -68,5 +69,5 @@ class Bucket:
             if file.name not in self.old.names:
                 self.store.delete(join(self.url, file.name))
         self.store.delete(join(self.url, save_id))
-        if f'"save_id": "{save_id}"' in claim.holder(self.store, self.url):
-            self.store.delete(join(self.url, claim.CLAIM))
+        if claim.held(self.store, self.url, save_id):
+            self.store.delete(join(self.url, CLAIM))

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from d9d_ckpt.errors import MissingError, StorageError
 from d9d_ckpt.formats.base import Arrangement, Digests, Record, Sink
+from d9d_ckpt.formats.claim import CLAIM
 from d9d_ckpt.formats.existing import NOTHING, Superseded
 from d9d_ckpt.run import claim
 from d9d_ckpt.storage.store import FileStore, join
@@ -41,7 +42,7 @@ class Directory:
             raise StorageError(
                 f"{self.url}: {format_bytes(needed)} are to be written, {format_bytes(free)} are free"
             )
-        claim.claim(self.store, self.url, save_id)
+        claim.take(self.store, self.url, save_id)
         try:
             for file in arrangement.files:
                 self.store.create(join(self.url, file.staged), file.nbytes, self.old.mode)
@@ -86,12 +87,12 @@ class Directory:
     def tidy(self, new: Collection[str]) -> None:
         """Remove what the checkpoint has replaced, what was set aside, and the claim."""
         self._delete([name for name in self.old.names if name not in new])
-        self._delete([*self._leftovers(), claim.CLAIM])
+        self._delete([*self._leftovers(), CLAIM])
 
     def abort(self, arrangement: Arrangement, save_id: str) -> None:
         """Remove what this save has written; what was there before stays."""
         self._delete([f.staged for f in arrangement.files])
-        self._delete([save_id, *self._leftovers(), claim.CLAIM])
+        self._delete([save_id, *self._leftovers(), CLAIM])
         self.store.remove_empty(self.url)
 
     def _finish(self, sink: Sink, arrangement: Arrangement, digests: Digests) -> None:

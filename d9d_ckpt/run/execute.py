@@ -127,7 +127,10 @@ def _moved(work: Work, ranks: Ranks, progress: Progress) -> list[Outcome]:
         if isinstance(work.destination, Bucket):
             result = [_uploaded(work, work.destination, ranks, _with_beat(progress, ranks))]
         else:
-            result = run(_job(work, _share(units(work.plan, remote=not is_local(work.source)), ranks)), _with_beat(progress, ranks))
+            result = run(
+                _job(work, _share(units(work.plan, remote=not is_local(work.source)), ranks)),
+                _with_beat(progress, ranks),
+            )
     except CkptError as error:
         result = error
     gathered = ranks.gather(result)

@@ -172,7 +172,7 @@ def _candidate(s: StepState, links: Mapping[str, str]) -> Candidate:
     claim, unknown = s.contents.claim, s.contents.unknown
     blocked = None
     if claim is not None and _alive(claim):
-        blocked = f"claimed by {_holder(claim)}"
+        blocked = f"claimed by {claim}"
     elif s.place in links:
         blocked = f"{links[s.place]} is a symbolic link to it"
     elif s.contents.linked:
@@ -197,12 +197,6 @@ def _alive(claim: Claim) -> bool:
     except (OSError, OverflowError):
         return True
     return True
-
-
-def _holder(claim: Claim) -> str:
-    if not claim.host:
-        return "a process that the claim does not name"
-    return f"process {claim.pid} on {claim.host}"
 
 
 def erase(store: Store, path: str, state: StepState) -> bool:

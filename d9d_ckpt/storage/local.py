@@ -84,12 +84,15 @@ class LocalStore:
     def claim(self, url: str, content: bytes) -> bool:
         with _translated("create", url):
             Path(url).parent.mkdir(parents=True, exist_ok=True)
+            # Linked whole, so that nobody ever reads half a claim.
+            staged = Path(f"{url}.{os.getpid()}.tmp")
+            staged.write_bytes(content)
             try:
-                fd = os.open(url, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+                os.link(staged, url)
             except FileExistsError:
                 return False
-            with os.fdopen(fd, "wb") as file:
-                file.write(content)
+            finally:
+                staged.unlink()
             return True
 
     def remove_empty(self, url: str) -> None:
