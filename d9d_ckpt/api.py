@@ -14,6 +14,7 @@ import yaml
 
 from d9d_ckpt.errors import CkptError, DestinationError, RequestError, UsageError
 from d9d_ckpt.formats.base import Opened, Sink
+from d9d_ckpt.formats.claim import Claim
 from d9d_ckpt.formats.existing import superseded
 from d9d_ckpt.formats.huggingface_sink import HuggingFaceSink
 from d9d_ckpt.formats.opening import open_checkpoint
@@ -42,10 +43,12 @@ from d9d_ckpt.plan.requests import held_requests, stored_requests, whole_request
 from d9d_ckpt.plan.schedule import Limits, limits
 from d9d_ckpt.run.bucket import Bucket
 from d9d_ckpt.run.checkpoint import Checkpoint, Reader
+from d9d_ckpt.run.claim import interrupted
 from d9d_ckpt.run.commit import Destination
 from d9d_ckpt.run.compare import Compared, compare, difference
 from d9d_ckpt.run.directory import Directory
 from d9d_ckpt.run.execute import Done, Work, execute, new_save_id, together
+from d9d_ckpt.run.journal import Blocks, finished
 from d9d_ckpt.run.ranks import Ranks, open_ranks
 from d9d_ckpt.run.retention import Policy, Pruned
 from d9d_ckpt.run.retention import prune as prune_run
@@ -83,6 +86,8 @@ class Settings:
         workers: Local processes; None means one per core, and one each under a launcher.
         verify: Read the destination back before success is said.
         copy_tied: Write a tied head to a Hugging Face target as a second, real tensor.
+        resume: Go on with an interrupted run of the same request.
+        take_over: Resume although the process that was at it may be alive on another host.
         overwrite: Replace a complete destination, once the new one is complete.
         storage_options: Passed to fsspec.
         step: Which step of a run directory.
@@ -101,6 +106,8 @@ class Settings:
     workers: int | None = None
     verify: bool = False
     copy_tied: bool = False
+    resume: bool = False
+    take_over: bool = False
     overwrite: bool = False
     storage_options: Options = field(default_factory=dict)
     step: int | None = None
@@ -223,8 +230,9 @@ def _written(source: str, destination: str, want: Settings, watch: Watch | None)
     started = time.monotonic()
     ranks = open_ranks()
     made = together(ranks, lambda: _planned(source, destination, want), lambda p: p.plan.mark)
-    save_id = ranks.broadcast(new_save_id())
-    work = _work(made, destination, want, save_id, _workers(want, ranks))
+    begun = _begun(made, destination, want)
+    save_id = ranks.broadcast(begun.save_id if begun else new_save_id())
+    work = _work(made, destination, want, save_id, _workers(want, ranks), again=begun is not None)
     total, chunks = made.plan.bytes_written, len(made.plan.targets)
     try:
         done = execute(work, ranks, _progress(watch, total, chunks))
@@ -375,7 +383,40 @@ def _planned(
     return Planned(checkpoint, selected, lower(requests), topology)
 
 
-def _work(made: Planned, destination: str, want: Settings, save_id: str, workers: int) -> Work:
+def _begun(made: Planned, destination: str, want: Settings) -> Claim | None:
+    """The claim of the interrupted run to go on with, if there is one."""
+    if not want.resume:
+        return None
+    if not is_local(destination):
+        raise UsageError("--resume goes on with local destinations only, so far")
+    store = store_for(destination, want.storage_options)
+    try:
+        return interrupted(store, destination, _request(made, want), take_over=want.take_over)
+    finally:
+        store.close()
+
+
+def _request(made: Planned, want: Settings) -> dict[str, str]:
+    """What was asked, as far as it decides what is written."""
+    o = made.checkpoint.opened
+    layout = made.topology.to_json() if made.topology is not None else None
+    return {
+        "source": o.url,
+        "content of the source": made.checkpoint.opened.catalogue.mark,
+        "--to": want.to,
+        "--layout": json.dumps(layout),
+        "--dtype": want.dtype,
+        "--dequantize": str(want.dequantize),
+        "--hf-experts": str(want.hf_experts),
+        "--copy-tied": str(want.copy_tied),
+        "--max-shard-size": str(_size(want.max_shard_size)),
+        "plan": made.plan.mark,
+    }
+
+
+def _work(
+    made: Planned, destination: str, want: Settings, save_id: str, workers: int, *, again: bool
+) -> Work:
     small = _small_files(made.checkpoint, made.selected, want)
     sink = _sink(want, made, small, save_id)
     source = made.checkpoint.opened.url
@@ -383,11 +424,17 @@ def _work(made: Planned, destination: str, want: Settings, save_id: str, workers
     if remote:
         # Requests cost milliseconds each: many at once, as far as their buffers fit.
         workers = max(workers, min(_IN_FLIGHT, _size(want.memory) // (3 * PART)))
+    arrangement = sink.arrange(made.plan.targets)
+    place = _destination(destination, want, _request(made, want), again=again)
+    done: Blocks = {}
+    if again and isinstance(place, Directory):
+        done = finished(place.store, place.url, save_id, arrangement, made.plan)
     return Work(
         plan=made.plan,
         sink=sink,
-        arrangement=sink.arrange(made.plan.targets),
-        destination=_destination(destination, want),
+        arrangement=arrangement,
+        destination=place,
+        done=done,
         source=source,
         options=want.storage_options,
         limit=_limit(want, source, destination, workers),
@@ -397,10 +444,14 @@ def _work(made: Planned, destination: str, want: Settings, save_id: str, workers
     )
 
 
-def _destination(url: str, want: Settings) -> Destination:
+def _destination(
+    url: str, want: Settings, request: Mapping[str, str], *, again: bool
+) -> Destination:
     store = store_for(url, want.storage_options)
     old = superseded(store, url)
-    return Directory(store, url, old) if isinstance(store, LocalStore) else Bucket(store, url, old)
+    if isinstance(store, LocalStore):
+        return Directory(store, url, old, request, again)
+    return Bucket(store, url, old)
 
 
 def _limit(want: Settings, source: str, destination: str, workers: int) -> Limits:
@@ -524,7 +575,7 @@ def _check_destination(source: str, destination: str, want: Settings) -> None:
     if is_local(destination) and Path(destination).is_file():
         raise DestinationError(f"{destination}: is a file; a checkpoint is a directory")
     names = store.names(destination)
-    if names and not want.overwrite:
+    if names and not want.overwrite and not want.resume:
         raise DestinationError(
             f"{destination}: not empty ({', '.join(names[:4])}{', ...' if len(names) > 4 else ''}); "
             "choose another place, or --overwrite to replace a checkpoint"

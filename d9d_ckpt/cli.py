@@ -33,6 +33,8 @@ _FLAGS = (
     "memory",
     "workers",
     "verify",
+    "resume",
+    "take_over",
     "overwrite",
     "step",
 )
@@ -71,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _work(args: argparse.Namespace) -> None:
-    for option in ("resume", "html"):
+    for option in ("html",):
         if getattr(args, option, None):
             raise UsageError(f"--{option} is not available yet")
     if getattr(args, "codec", "none") != "none":
@@ -334,5 +336,6 @@ def _add_settings(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--memory", default="1GiB", help="tensor bytes in flight per process (1GiB)")
     sub.add_argument("--workers", type=int, help="local processes; default: one per core")
     sub.add_argument("--verify", action="store_true", help="read the destination back")
-    sub.add_argument("--resume", action="store_true", help="not available yet")
+    sub.add_argument("--resume", action="store_true", help="go on with an interrupted run")
+    sub.add_argument("--take-over", action="store_true", help="resume what another host began")
     sub.add_argument("--overwrite", action="store_true", help="replace a complete destination")

@@ -1,5 +1,6 @@
 """What a tensor is, where its bytes lie, and box algebra; no I/O, no torch."""
 
+import hashlib
 import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -215,6 +216,14 @@ class Catalogue:
     """Every tensor of a checkpoint by name, metadata only, in file order."""
 
     entries: Mapping[str, Entry]
+
+    @cached_property
+    def mark(self) -> str:
+        """A digest of names, specs, places and checksums: another one means other content."""
+        mark = hashlib.blake2b(digest_size=16)
+        for name, (spec, chunks) in self.entries.items():
+            mark.update(repr((name, spec, chunks)).encode())
+        return mark.hexdigest()
 
     @cached_property
     def nbytes(self) -> int:

@@ -1,7 +1,9 @@
 """The mark in a directory that somebody is filling, or emptying."""
 
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from d9d_ckpt.errors import MissingError
 from d9d_ckpt.storage.store import Store
@@ -23,6 +25,7 @@ class Claim:
         prune: Of a process that deletes the checkpoint: the small files that go with it, which
             nothing else names once the manifest is gone. None of a writer.
         save_id: The save of a writer; empty of a process that deletes.
+        work: What a writer was asked, so that only the same request goes on with it.
     """
 
     host: str
@@ -30,10 +33,12 @@ class Claim:
     time: float
     prune: tuple[str, ...] | None = None
     save_id: str = ""
+    work: Mapping[str, str] = field(default_factory=dict)
 
     def encode(self) -> bytes:
         """The file."""
-        value = {"save_id": self.save_id, "host": self.host, "pid": self.pid, "time": self.time}
+        value: dict[str, Any] = {"save_id": self.save_id, "host": self.host, "pid": self.pid}
+        value |= {"time": self.time, "work": dict(self.work)}
         return json.dumps(value | ({} if self.prune is None else {"prune": self.prune})).encode()
 
     def __str__(self) -> str:
@@ -51,6 +56,7 @@ def read_claim(store: Store, url: str) -> Claim | None:
         value = json.loads(store.read(url, 0, store.size(url)))
         host, pid, since, prune = value["host"], value["pid"], value["time"], value.get("prune")
         save_id = str(value.get("save_id", ""))
+        work = {str(k): str(v) for k, v in value.get("work", {}).items()}
     except MissingError:
         return None
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
@@ -58,7 +64,7 @@ def read_claim(store: Store, url: str) -> Claim | None:
     who = isinstance(host, str) and type(pid) is int and pid > 0 and type(since) in (int, float)
     if not who or not (prune is None or _is_names(prune)):
         return UNREADABLE
-    return Claim(host, pid, since, None if prune is None else tuple(prune), save_id)
+    return Claim(host, pid, since, None if prune is None else tuple(prune), save_id, work)
 
 
 def _is_names(value: object) -> bool:

@@ -4,8 +4,10 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+from d9d_ckpt.errors import DestinationError
 from d9d_ckpt.formats.huggingface import INDEX, SINGLE
 from d9d_ckpt.formats.sharded import MANIFEST
+from d9d_ckpt.formats.steps import step_directories
 from d9d_ckpt.storage.store import Store, join
 
 
@@ -26,9 +28,15 @@ NOTHING = Superseded()
 
 
 def superseded(store: Store, url: str) -> Superseded:
-    """What makes the checkpoint at ``url``, in every format; unknown files are not part of it."""
+    """What makes the checkpoint at ``url``, in every format; unknown files are not part of it.
+
+    Raises:
+        DestinationError: It is a run directory, which its steps make, and not what lies beside them.
+    """
     names = store.names(url)
     records = [name for name in (MANIFEST, INDEX, SINGLE) if name in names]
+    if MANIFEST not in records and step_directories(names):
+        raise DestinationError(f"{url}: is a run directory; name one of its steps, or another place")
     if not records:
         return NOTHING
     parts: list[str] = []

@@ -190,8 +190,10 @@ def _check_kinds(value: Mapping[str, Any], path: str) -> None:
 def _layout(value: Mapping[str, Any], path: str) -> Topology:
     try:
         return layout_from(value, path)
-    except (UsageError, LayoutError) as error:
+    except UsageError as error:
         raise CorruptError(str(error)) from error
+    except LayoutError as error:
+        raise CorruptError(f"{path}: {error}") from error
 
 
 def _files(value: Mapping[str, Any], path: str) -> dict[str, tuple[int, int]]:

@@ -135,9 +135,11 @@ def _config(kin: Family, raw: Mapping[str, Any], nodes: Mapping[str, Node]) -> M
     """The sizes, which the tensors there are must be enough for: rules are made by the layer.
 
     Raises:
-        MappingError: More layers and experts than the source has elements.
+        MappingError: More layers and experts than the source has elements, or no experts at all.
     """
     config = kin.config(raw)
+    if kin.hub_experts and not config.experts:
+        raise MappingError(f"config.json: {kin.name} needs num_experts or num_local_experts")
     sparse = config.layers - len(config.dense_layers)
     elements = sum(node.spec.numel for node in nodes.values())
     if config.layers + sparse * config.experts > elements:

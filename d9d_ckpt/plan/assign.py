@@ -1,6 +1,6 @@
 """Targets to units of work: what reads the same bytes stays together, large ones are cut."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -70,6 +70,29 @@ def units(plan: Plan, *, remote: bool = False) -> list[Unit]:
     if batch:
         out.append(Unit(tuple(batch)))
     return out
+
+
+def without(work: Iterable[Unit], done: Mapping[int, Collection[int]]) -> list[Unit]:
+    """``work`` but for finished blocks, given by target and number."""
+    out = []
+    for unit in work:
+        spans = tuple(part for span in unit.spans for part in _unfinished(span, done))
+        if spans or not unit.spans:
+            out.append(Unit(spans))
+    return out
+
+
+def _unfinished(span: Span, done: Mapping[int, Collection[int]]) -> Iterator[Span]:
+    """The stretches of a span that lie in no finished block."""
+    finished = done.get(span.target, ())
+    start = span.low
+    for low in range(span.low, span.high, BLOCK):
+        if low // BLOCK in finished:
+            if start < low:
+                yield Span(span.target, start, low)
+            start = min(low + BLOCK, span.high)
+    if start < span.high or span.low == span.high:
+        yield Span(span.target, start, span.high)
 
 
 def _part(plan: Plan, cluster: Sequence[int], part: int, parts: int) -> Unit:

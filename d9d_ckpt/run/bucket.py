@@ -39,7 +39,7 @@ class Bucket:
                 f"{self.url}: {', '.join(taken[:4])} would be replaced one by one, and a failure in "
                 "between would leave a mixture; write to another place"
             )
-        claim.take(self.store, self.url, save_id)
+        claim.take(self.store, self.url, save_id, {})
 
     def commit(
         self,

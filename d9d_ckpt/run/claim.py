@@ -3,20 +3,25 @@
 import os
 import socket
 import time
+from collections.abc import Mapping
 
 from d9d_ckpt.errors import DestinationError
 from d9d_ckpt.formats.claim import CLAIM, Claim, read_claim
 from d9d_ckpt.storage.store import Store, join
 
 
-def take(store: Store, url: str, save_id: str) -> None:
-    """Claim the directory ``url`` for this save.
+def take(
+    store: Store, url: str, save_id: str, work: Mapping[str, str], *, again: bool = False
+) -> None:
+    """Claim the directory ``url`` for this save; ``again`` takes over the claim of the run before.
 
     Raises:
         DestinationError: Another writer holds it; the message says who.
     """
-    mine = Claim(socket.gethostname(), os.getpid(), time.time(), save_id=save_id)
-    if not store.claim(join(url, CLAIM), mine.encode()):
+    mine = Claim(socket.gethostname(), os.getpid(), time.time(), save_id=save_id, work=work)
+    if again:
+        store.put(join(url, CLAIM), mine.encode())
+    elif not store.claim(join(url, CLAIM), mine.encode()):
         raise DestinationError(
             f"{url}: claimed by another writer ({_holder(store, url)}); if it is gone, delete "
             f"{join(url, CLAIM)} and the unfinished files"
@@ -37,6 +42,53 @@ def held(store: Store, url: str, save_id: str) -> bool:
     """Whether the claim is this save's."""
     found = read_claim(store, join(url, CLAIM))
     return found is not None and found.save_id == save_id
+
+
+def alive(found: Claim) -> bool:
+    """Whether a claim may be of a process that still works; of other hosts nothing is known."""
+    if found.host != socket.gethostname():
+        return True
+    if found.pid == os.getpid():
+        return True
+    try:
+        os.kill(found.pid, 0)
+    except ProcessLookupError:
+        return False
+    except (OSError, OverflowError):
+        return True
+    return True
+
+
+def interrupted(
+    store: Store, url: str, work: Mapping[str, str], *, take_over: bool
+) -> Claim | None:
+    """The claim of an interrupted run of the same work; None where nothing was begun.
+
+    Raises:
+        DestinationError: A run of other work was begun there (the message says what differs), or
+            its process may still be at work.
+    """
+    found = read_claim(store, join(url, CLAIM))
+    if found is None:
+        names = store.names(url)
+        if names:
+            raise DestinationError(
+                f"{url}: not empty ({', '.join(names[:4])}), and no interrupted run to resume; choose "
+                "another place"
+            )
+        return None
+    if alive(found) and not take_over:
+        raise DestinationError(
+            f"{url}: {found} may still be writing; if it is gone, give --take-over"
+        )
+    for key in dict.fromkeys((*work, *found.work)):
+        then, now = found.work.get(key, "nothing"), work.get(key, "nothing")
+        if then != now:
+            raise DestinationError(
+                f"{url}: cannot resume: {key} was {then}, is {now} now; ask for the same again, or "
+                "delete the directory"
+            )
+    return found
 
 
 def _holder(store: Store, url: str) -> str:

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from d9d_ckpt.errors import MissingError, StorageError
 from d9d_ckpt.formats.base import Arrangement, Digests, Record, Sink
@@ -23,11 +23,15 @@ class Directory:
         store: The store.
         url: The directory.
         old: What is replaced.
+        work: What was asked, for the claim.
+        again: Whether an interrupted run of it is gone on with.
     """
 
     store: FileStore
     url: str
     old: Superseded = NOTHING
+    work: Mapping[str, str] = field(default_factory=dict)
+    again: bool = False
 
     def prepare(self, arrangement: Arrangement, save_id: str) -> None:
         """Check room, claim the directory and create the files.
@@ -38,17 +42,25 @@ class Directory:
         """
         needed = sum(f.nbytes for f in arrangement.files)
         free = self.store.free(self.url)
-        if free is not None and free < needed:
+        if free is not None and free < needed and not self.again:
             raise StorageError(
                 f"{self.url}: {format_bytes(needed)} are to be written, {format_bytes(free)} are free"
             )
-        claim.take(self.store, self.url, save_id)
+        claim.take(self.store, self.url, save_id, self.work, again=self.again)
         try:
             for file in arrangement.files:
-                self.store.create(join(self.url, file.staged), file.nbytes, self.old.mode)
+                url = join(self.url, file.staged)
+                if not (self.again and self._is_there(url, file.nbytes)):
+                    self.store.create(url, file.nbytes, self.old.mode)
         except BaseException:
             self.abort(arrangement, save_id)
             raise
+
+    def _is_there(self, url: str, nbytes: int) -> bool:
+        try:
+            return self.store.size(url) == nbytes
+        except MissingError:
+            return False
 
     def commit(
         self,

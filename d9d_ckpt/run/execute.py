@@ -9,11 +9,12 @@ from typing import TypeVar
 
 from d9d_ckpt.errors import CkptError, StorageError
 from d9d_ckpt.formats.base import Arrangement, Digests, Sink
-from d9d_ckpt.plan.assign import Unit, split_queue, units
+from d9d_ckpt.plan.assign import Unit, split_queue, units, without
 from d9d_ckpt.plan.plan import Plan
 from d9d_ckpt.plan.schedule import Limits
 from d9d_ckpt.run.bucket import Bucket
 from d9d_ckpt.run.commit import Destination
+from d9d_ckpt.run.journal import Blocks
 from d9d_ckpt.run.ranks import Ranks
 from d9d_ckpt.run.stream import Place
 from d9d_ckpt.run.upload import Uploader, Uploads
@@ -37,6 +38,7 @@ class Work:
         workers: Local worker processes of each rank.
         save_id: Identity of the save, equal on every rank.
         small: Files that go along.
+        done: Blocks that an interrupted run has finished.
     """
 
     plan: Plan
@@ -49,6 +51,7 @@ class Work:
     workers: int
     save_id: str
     small: Mapping[str, bytes]
+    done: Blocks
 
 
 @dataclass(frozen=True)
@@ -127,10 +130,9 @@ def _moved(work: Work, ranks: Ranks, progress: Progress) -> list[Outcome]:
         if isinstance(work.destination, Bucket):
             result = [_uploaded(work, work.destination, ranks, _with_beat(progress, ranks))]
         else:
-            result = run(
-                _job(work, _share(units(work.plan, remote=not is_local(work.source)), ranks)),
-                _with_beat(progress, ranks),
-            )
+            every = units(work.plan, remote=not is_local(work.source))
+            left = without(_share(every, ranks), work.done)
+            result = run(_job(work, left), _with_beat(progress, ranks))
     except CkptError as error:
         result = error
     gathered = ranks.gather(result)
@@ -185,6 +187,7 @@ def _job(work: Work, mine: Sequence[Unit]) -> Job:
         source=work.source,
         destination=work.destination.url,
         options=work.options,
+        save_id=work.save_id,
         places=[Place(urls[file], offset) for file, offset in work.arrangement.places],
     )
 
@@ -193,7 +196,7 @@ def _committed(work: Work, ranks: Ranks, outcomes: Sequence[Outcome]) -> None:
     failure: CkptError | None = None
     if ranks.rank == 0:
         try:
-            digests = _joined(work.plan, outcomes)
+            digests = _joined(work.plan, outcomes, work.done)
             work.destination.commit(
                 work.sink, work.plan.targets, work.arrangement, digests, work.small
             )
@@ -212,9 +215,12 @@ def _tidied(work: Work) -> None:
         _LOG.warning("the checkpoint is complete; what it replaced is not all removed: %s", error)
 
 
-def _joined(plan: Plan, outcomes: Sequence[Outcome]) -> Digests:
+def _joined(plan: Plan, outcomes: Sequence[Outcome], done: Blocks) -> Digests:
     """The digests of every target in block order; every block must have been written once."""
     blank: list[list[int | None]] = [[None] * (-(-t.nbytes // BLOCK)) for t in plan.targets]
+    for target, blocks in done.items():
+        for block, value in blocks.items():
+            blank[target][block] = value
     for outcome in outcomes:
         for target, parts in outcome.digests.items():
             for first, values in parts:

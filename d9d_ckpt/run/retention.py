@@ -10,6 +10,7 @@ from d9d_ckpt.errors import UsageError
 from d9d_ckpt.formats.claim import CLAIM, Claim
 from d9d_ckpt.formats.sharded import MANIFEST
 from d9d_ckpt.formats.steps import Run, StepState
+from d9d_ckpt.run.claim import alive
 from d9d_ckpt.storage.store import Store, join
 
 
@@ -184,19 +185,10 @@ def _candidate(s: StepState, links: Mapping[str, str]) -> Candidate:
 
 
 def _alive(claim: Claim) -> bool:
-    """Whether a claim may be of a process that still works; of other hosts nothing is known."""
-    if claim.host != socket.gethostname():
-        return True
-    if claim.pid == os.getpid():
+    if claim.host == socket.gethostname() and claim.pid == os.getpid():
         # One process prunes one run at a time: an earlier prune of this one has failed.
         return claim.prune is None
-    try:
-        os.kill(claim.pid, 0)
-    except ProcessLookupError:
-        return False
-    except (OSError, OverflowError):
-        return True
-    return True
+    return alive(claim)
 
 
 def erase(store: Store, path: str, state: StepState) -> bool:

@@ -1,7 +1,7 @@
 """One worker's data path: read, verify, move, hash, write, within fixed buffers."""
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -12,6 +12,7 @@ from d9d_ckpt.graph.pieces import Piece, cells
 from d9d_ckpt.plan.plan import Plan
 from d9d_ckpt.plan.schedule import Limits, Move, Output, Pack, Read, Scatter, Task
 from d9d_ckpt.run.gather import Buffer, compute, copy
+from d9d_ckpt.run.journal import Written
 from d9d_ckpt.storage.store import FileStore, Store
 from d9d_ckpt.tensors import BLOCK
 
@@ -78,12 +79,19 @@ class Streamer:
     """
 
     def __init__(
-        self, plan: Plan, limit: Limits, store: Store, writer: Writer, *, digests: bool = True
+        self,
+        plan: Plan,
+        limit: Limits,
+        store: Store,
+        writer: Writer,
+        *,
+        digests: bool = True,
+        note: Callable[[Written], None] | None = None,
     ) -> None:
         self.digests: dict[int, list[tuple[int, list[int]]]] = {}
         self.bytes_read = 0
         self.bytes_written = 0
-        self._hashing = digests
+        self._hashing, self._note = digests, note
         self._most_kept = limit.kept
         self._plan, self._store, self._writer = plan, store, writer
         self._source: Buffer = np.empty(limit.source, np.uint8)
@@ -109,11 +117,13 @@ class Streamer:
             self._sweep(source, pieces)
         for output in task.outputs:
             view = self._assemble(output)
-            if self._hashing:
-                self.digests.setdefault(output.target, []).append(
-                    (output.start // BLOCK, block_digests(view))
-                )
+            found = block_digests(view) if self._hashing else []
             self._writer.write(output.target, output.start, view)
+            if self._hashing:
+                first = output.start // BLOCK
+                self.digests.setdefault(output.target, []).append((first, found))
+                if self._note is not None:
+                    self._note(Written(output.target, first, found))
             nbytes += output.nbytes
             ended += output.start + output.nbytes == self._plan.targets[output.target].nbytes
         self.bytes_written += nbytes

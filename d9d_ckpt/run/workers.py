@@ -18,6 +18,7 @@ from d9d_ckpt.errors import CkptError, StorageError
 from d9d_ckpt.plan.assign import Unit
 from d9d_ckpt.plan.plan import Plan
 from d9d_ckpt.plan.schedule import Limits, tasks
+from d9d_ckpt.run.journal import Journal
 from d9d_ckpt.run.stream import FileWriter, Place, Streamer
 from d9d_ckpt.storage.local import LocalStore
 from d9d_ckpt.storage.opening import store_for
@@ -43,6 +44,7 @@ class Job:
         destination: URL of the destination, for its store.
         options: Storage options.
         places: Where each target lies.
+        save_id: Identity of the save, for the journals.
     """
 
     plan: Plan
@@ -53,6 +55,7 @@ class Job:
     destination: str
     options: Options
     places: Sequence[Place]
+    save_id: str
 
 
 class Outcome(NamedTuple):
@@ -94,7 +97,8 @@ def _work(job: Job, numbers: Iterator[int], progress: Progress) -> Outcome:
     source = store_for(job.source, job.options)
     destination = LocalStore()
     writer = FileWriter(destination, job.places)
-    streamer = Streamer(job.plan, job.limit, source, writer)
+    journal = Journal(job.destination, job.save_id)
+    streamer = Streamer(job.plan, job.limit, source, writer, note=journal.note)
     try:
         for number in numbers:
             for task in tasks(job.plan, job.units[number], job.limit):
@@ -103,6 +107,7 @@ def _work(job: Job, numbers: Iterator[int], progress: Progress) -> Outcome:
     finally:
         source.close()
         destination.close()
+        journal.close()
     rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
     return Outcome(streamer.digests, streamer.bytes_read, streamer.bytes_written, rss)
 

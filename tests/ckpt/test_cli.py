@@ -256,7 +256,6 @@ def test_graph_text_and_dot(hf, sharded):
         (("--to", "megatron"), "megatron"),
         (("--to", "sharded", "--layout", "tp=1", "--codec", "zstd"), "zstd"),
         (("--to", "sharded", "--layout", "tp=1", "--codec", "zstd:3"), "zstd:3"),
-        (("--to", "sharded", "--layout", "tp=1", "--resume"), "--resume"),
     ],
 )
 def test_what_is_not_there_yet_is_refused(hf, tmp_path, argv, word):
