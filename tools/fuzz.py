@@ -193,12 +193,14 @@ def _seeds(root: Path) -> list[Seed]:
         "mixtral": small | {"experts": 4, "moe_intermediate": 6, "layers": 1},
         "qwen3_moe": small | {"experts": 4, "moe_intermediate": 6, "layout": "fused"},
     }
-    make_checkpoint.BLOCK = 1 << 16  # of random data; more would be most of this process's memory
     made = []
     for family, sizes in models.items():
         config = make_checkpoint.sized(family, "tiny", **sizes)
         plain, ours, theirs = (root / f"{family}-{kind}" for kind in ("hub", "sharded", "hf"))
-        make_checkpoint.write(config, plain, max_shard_size=8000 if family == "llama" else 10**9)
+        with _little_data():
+            make_checkpoint.write(
+                config, plain, max_shard_size=8000 if family == "llama" else 10**9
+            )
         layout = "tp=2,dp_shard=2" + (",ep=2" if "experts" in sizes else "")
         api.convert(str(plain), str(ours), to="sharded", layout=layout, workers=1)
         api.convert(str(ours), str(theirs), to="huggingface", max_shard_size=6000, workers=1)
@@ -211,6 +213,16 @@ def _seeds(root: Path) -> list[Seed]:
         _pickled(root / "llama-hub", root / f"llama-{kind}", kind) for kind in ("zip", "legacy")
     ]
     return [Seed(path.name, contents(path), path) for path in made]
+
+
+@contextlib.contextmanager
+def _little_data() -> Iterator[None]:
+    """A smaller block of random data, which would be most of this process's memory."""
+    whole, make_checkpoint.BLOCK = make_checkpoint.BLOCK, 1 << 16
+    try:
+        yield
+    finally:
+        make_checkpoint.BLOCK = whole
 
 
 def _pickled(source: Path, path: Path, kind: str) -> Path:

@@ -36,7 +36,9 @@ def superseded(store: Store, url: str) -> Superseded:
     names = store.names(url)
     records = [name for name in (MANIFEST, INDEX, SINGLE) if name in names]
     if MANIFEST not in records and step_directories(names):
-        raise DestinationError(f"{url}: is a run directory; name one of its steps, or another place")
+        raise DestinationError(
+            f"{url}: is a run directory; name one of its steps, or another place"
+        )
     if not records:
         return NOTHING
     parts: list[str] = []

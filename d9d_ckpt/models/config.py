@@ -80,7 +80,9 @@ def read_config(raw: Mapping[str, Any], *, tied_by_default: bool) -> ModelConfig
     step = _size(raw, "decoder_sparse_step", default=1)
     listed = raw.get("mlp_only_layers") or []
     if not isinstance(listed, list) or any(type(n) is not int for n in listed):
-        raise CorruptError(f"config.json: mlp_only_layers must be a list of layers, not {brief(listed)}")
+        raise CorruptError(
+            f"config.json: mlp_only_layers must be a list of layers, not {brief(listed)}"
+        )
     dense = set(listed)
     dense |= {layer for layer in range(layers) if (layer + 1) % step}
     tied = raw.get("tie_word_embeddings")

@@ -28,20 +28,19 @@ class Written(NamedTuple):
 
 
 class Journal:
-    """Notes each output of one worker; a run that is killed leaves it behind.
+    """Notes the outputs of one worker; a run that is killed leaves it behind.
 
-    A line is one append of the kernel, so that a killed worker leaves whole lines, and one cut line at
-    most.
+    The lines of a task are one append, so that a killed worker leaves one cut line at most.
     """
 
     def __init__(self, directory: str, save_id: str) -> None:
         name = f"{OURS}journal-{save_id}-{os.getpid()}-{os.urandom(4).hex()}.tmp"
         self._fd = os.open(Path(directory) / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
 
-    def note(self, written: Written) -> None:
-        """Append one output."""
-        digests = ",".join(to_hex(d) for d in written.digests)
-        os.write(self._fd, f"{written.target} {written.first} {digests}\n".encode())
+    def note(self, outputs: Sequence[Written]) -> None:
+        """Append the outputs of one task."""
+        lines = (f"{w.target} {w.first} {','.join(map(to_hex, w.digests))}\n" for w in outputs)
+        os.write(self._fd, "".join(lines).encode())
 
     def close(self) -> None:
         """Let go of the file; the commit removes it."""

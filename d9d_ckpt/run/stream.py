@@ -86,7 +86,7 @@ class Streamer:
         writer: Writer,
         *,
         digests: bool = True,
-        note: Callable[[Written], None] | None = None,
+        note: Callable[[Sequence[Written]], None] | None = None,
     ) -> None:
         self.digests: dict[int, list[tuple[int, list[int]]]] = {}
         self.bytes_read = 0
@@ -104,6 +104,7 @@ class Streamer:
     def run(self, task: Task) -> tuple[int, int]:
         """Execute one task; the bytes written and the targets brought to their end."""
         nbytes = ended = 0
+        noted: list[Written] = []
         for source in task.verify:
             self._verify_whole(source)
         self._read(task.reads)
@@ -122,10 +123,11 @@ class Streamer:
             if self._hashing:
                 first = output.start // BLOCK
                 self.digests.setdefault(output.target, []).append((first, found))
-                if self._note is not None:
-                    self._note(Written(output.target, first, found))
+                noted.append(Written(output.target, first, found))
             nbytes += output.nbytes
             ended += output.start + output.nbytes == self._plan.targets[output.target].nbytes
+        if self._note is not None:
+            self._note(noted)
         self.bytes_written += nbytes
         return nbytes, ended
 

@@ -1,4 +1,7 @@
-"""Object stores that tests start and stop: rclone, moto, and a stub whose faults are scripted."""
+"""Object stores that tests start and stop: rclone, moto, and a stub whose faults are scripted.
+
+Test modules name this file in ``pytest_plugins``. PYTEST_DONT_REWRITE
+"""
 
 import contextlib
 import re
@@ -313,18 +316,29 @@ class Stub:
         self.busy = self.most_busy = 0
 
     def __enter__(self) -> "Stub":
-        self._http = _Http(("127.0.0.1", 0), _Handler)
-        self._http.stub = self
+        self._start(0)
         self.endpoint = f"http://127.0.0.1:{self._http.server_address[1]}"
-        self._thread = threading.Thread(target=self._http.serve_forever, args=(0.01,))
-        self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self.ended.set()
+        self.away()
+
+    def _start(self, port: int) -> None:
+        self._http = _Http(("127.0.0.1", port), _Handler)
+        self._http.stub = self
+        self._thread = threading.Thread(target=self._http.serve_forever, args=(0.01,))
+        self._thread.start()
+
+    def away(self) -> None:
+        """Refuse connections, and end those there are."""
         self._http.shutdown()
         self._thread.join()
         self._http.end()
+
+    def back(self) -> None:
+        """Be there again, at the same port."""
+        self._start(self._http.server_address[1])
 
     def fail(self, op: str, kind: str = "status", **more: Any) -> None:
         """Add a `Fault`."""
