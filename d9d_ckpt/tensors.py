@@ -248,8 +248,8 @@ def spec_of(name: str, dtype: object, shape: object, where: str) -> TensorSpec:
         raise CorruptError(f"{where}: tensor {name!r} has no valid shape: {shape!r}")
     if len(shape) > MAX_DIMS:
         raise CorruptError(f"{where}: tensor {name!r} has {len(shape)} dims, at most {MAX_DIMS}")
-    spec = TensorSpec(known, tuple(shape))
-    if prod(n or 1 for n in shape) > _MAX_ELEMENTS or spec.numel * known.bits % 8:
+    spec, numel = TensorSpec(known, tuple(shape)), prod(shape)
+    if (numel or prod(n or 1 for n in shape)) > _MAX_ELEMENTS or numel * known.bits % 8:
         raise CorruptError(
             f"{where}: tensor {name!r}, {known.name}, has no valid shape: {list(shape)}"
         )

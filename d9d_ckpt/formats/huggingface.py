@@ -60,7 +60,7 @@ def open_huggingface(store: Store, url: str) -> Opened:
         opened,
         config=config,
         small=tuple(_small(files_here)),
-        notes=(*opened.notes, *_notes(others, files_here)),
+        notes=(*opened.notes, *_notes(others, files_here, names)),
     )
 
 
@@ -93,7 +93,7 @@ def _opened(url: str, files: Mapping[str, _File]) -> Opened:
     )
 
 
-def _notes(others: Sequence[str], files: Mapping[str, int]) -> Iterator[str]:
+def _notes(others: Sequence[str], files: Mapping[str, int], names: Sequence[str]) -> Iterator[str]:
     if others:
         yield f"not in the index and ignored: {_shown(others)}"
     unnamed = [n for n in files if not is_text(n)]
@@ -102,6 +102,9 @@ def _notes(others: Sequence[str], files: Mapping[str, int]) -> Iterator[str]:
     large = [n for n in files if files[n] > _LARGEST_SMALL and not WEIGHTS.fullmatch(n)]
     if large:
         yield f"too large to go along: {_shown(large)}"
+    directories = [n for n in names if n not in files and not n.startswith(".")]
+    if directories:
+        yield f"directories do not go along: {_shown(directories)}"
 
 
 def _shown(names: Sequence[str]) -> str:

@@ -19,7 +19,10 @@ def family(name: str) -> Family:
         RequestError: There is none; the message lists those there are.
     """
     if name not in FAMILIES:
-        raise RequestError(f"unknown model family {name!r}; known: {', '.join(sorted(FAMILIES))}")
+        raise RequestError(
+            f"unknown model family {name!r}; known: {', '.join(sorted(FAMILIES))}; name one with "
+            "--model, or give your own --mapping"
+        )
     return FAMILIES[name]
 
 
