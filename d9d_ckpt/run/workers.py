@@ -145,7 +145,18 @@ def _run_threads(job: Job, progress: Progress) -> list[Outcome]:
         thread.join()
     if failures:
         raise failures[0]
-    return outcomes
+    return [_joined(outcomes)]
+
+
+def _joined(outcomes: Sequence[Outcome]) -> Outcome:
+    """What the threads of one process did."""
+    digests: dict[int, list[tuple[int, list[int]]]] = {}
+    for outcome in outcomes:
+        for target, parts in outcome.digests.items():
+            digests.setdefault(target, []).extend(parts)
+    read = sum(o.bytes_read for o in outcomes)
+    written = sum(o.bytes_written for o in outcomes)
+    return Outcome(digests, read, written, max(o.peak_rss for o in outcomes))
 
 
 @dataclass
