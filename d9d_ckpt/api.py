@@ -423,7 +423,7 @@ def _work(
     remote = not (is_local(source) and is_local(destination))
     if remote:
         # Requests cost milliseconds each: many at once, as far as their buffers fit.
-        workers = max(workers, min(_IN_FLIGHT, _size(want.memory) // (3 * PART)))
+        workers = max(1, min(max(workers, _IN_FLIGHT), _size(want.memory) // (3 * PART)))
     arrangement = sink.arrange(made.plan.targets)
     place = _destination(destination, want, _request(made, want), again=again)
     done: Blocks = {}
@@ -486,11 +486,15 @@ def _topology(want: Settings) -> Topology | None:
     return parse_layout(want.layout)
 
 
+_YAML_FAULTS = (AttributeError, LookupError, TypeError, RecursionError)
+"""What PyYAML lets out for `!!int ''`, `!!timestamp x`, and for deep nesting."""
+
+
 def _layout_file(path: str) -> Topology:
     try:
         values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        reason = " ".join(str(error).split())
+    except (OSError, ValueError, yaml.YAMLError, *_YAML_FAULTS) as error:
+        reason = " ".join(f"{type(error).__name__} {error}".split())
         raise UsageError(
             f"--layout {path}: neither AXIS=NUMBER,... nor a readable YAML file: {reason}"
         ) from error

@@ -19,6 +19,7 @@ An input depends on --seed and its own number alone.
 
 import argparse
 import contextlib
+import ctypes
 import faulthandler
 import io
 import json
@@ -55,6 +56,9 @@ SECONDS = 5.0
 """Bound on one input."""
 HARD = 60.0
 """Seconds after which one that does not even see the bound is ended with its stack."""
+
+
+_M_MMAP_THRESHOLD = -3
 
 
 class HungError(BaseException):
@@ -152,8 +156,8 @@ class Arena:
 Snapshot = dict[str, tuple[Any, ...]]
 
 
-def snapshot(root: Path, without: Sequence[Path] = ()) -> Snapshot:
-    """Every name under ``root`` with kind, size, times, and the content of small files."""
+def snapshot(root: Path, without: Sequence[Path] = (), *, times: bool = True) -> Snapshot:
+    """Every name under ``root`` with its kind, and identity and times of a file, or its content."""
     out: Snapshot = {}
     skipped = {str(p) for p in without}
     todo = [str(root)]
@@ -168,8 +172,10 @@ def snapshot(root: Path, without: Sequence[Path] = ()) -> Snapshot:
                     key += (os.readlink(e.path),)
                 elif e.is_dir():
                     todo.append(e.path)
-                else:
+                elif times or not e.is_file():
                     key += (found.st_size, found.st_mtime_ns, found.st_ino)
+                else:
+                    key += (Path(e.path).read_bytes(),)
                 out[e.path] = key
     return out
 
@@ -473,7 +479,7 @@ def _one(case: Case, report: Report, name: str) -> None:
         for waiting in case.rng.choice(((), _WAITING, _WAITING[:1], _WAITING[1:2])):
             with contextlib.suppress(OSError):
                 (arena.dst / waiting).symlink_to(arena.outside)
-    before = snapshot(arena.inner, (arena.src,))
+    before = snapshot(arena.inner, (arena.src,), times=False)
     done = _guarded(case, report, name, OPERATIONS[name][1])
     if not writing:
         return
@@ -482,7 +488,7 @@ def _one(case: Case, report: Report, name: str) -> None:
     if done:
         _check_written(case, report, name)
         return
-    left = changed(before, snapshot(arena.inner, (arena.src,)))
+    left = changed(before, snapshot(arena.inner, (arena.src,), times=False))
     # Temporary names are ours wherever they are: a refusal may clean them away.
     ours = {str(arena.dst), str(arena.layout), *(str(arena.dst / name) for name in _WAITING)}
     left = [p for p in left if p not in ours]
@@ -567,11 +573,18 @@ def _hung(*_: object) -> None:
     raise HungError
 
 
+def _give_back() -> None:
+    """Let glibc return freed buffers: it learns not to, and thousands of runs fragment its heap."""
+    with contextlib.suppress(AttributeError, OSError):
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 256 << 10)
+
+
 def run(root: Path, seed: int, numbers: Sequence[int], *, keep: bool = False) -> Report:
     """Every input of ``numbers``, in directories under ``root``."""
     report = Report(seed)
     started = time.monotonic()
     before = signal.signal(signal.SIGALRM, _hung)
+    _give_back()
     try:
         arena = Arena(root)
         api.open(str(arena.seeds[0].path))["model.norm.weight"].read()  # torch is no input's fault
@@ -611,8 +624,13 @@ def main(argv: list[str] | None = None) -> int:
             shutil.rmtree(root, ignore_errors=True)
     print_report(report, traces=args.only is not None)
     if args.json:
-        args.json.write_text(json.dumps(asdict(report), indent=1) + "\n")
+        args.json.write_text(json.dumps(as_json(report), indent=1) + "\n")
     return 1 if report.failures or report.peak_rss > PEAK else 0
+
+
+def as_json(report: Report) -> dict[str, Any]:
+    """The figures, and what failed."""
+    return vars(report) | {"failures": [asdict(f) for f in report.failures]}
 
 
 def print_report(report: Report, *, traces: bool) -> None:

@@ -158,7 +158,7 @@ def mutate(tree: Tree, rng: Random, outside: str) -> None:
             ArithmeticError, LookupError, TypeError, AttributeError, ValueError, RecursionError
         ):
             kind(tree, rng, outside)
-    tree.flipped = all(change.startswith("flip") for change in tree.changes)
+    tree.flipped = bool(tree.changes) and all(change.startswith("flip") for change in tree.changes)
     if not tree.flipped and rng.random() < 0.85:
         with suppress(TypeError, ValueError, RecursionError, AttributeError):
             agree(tree)

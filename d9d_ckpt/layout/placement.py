@@ -84,7 +84,7 @@ def chunk(total: int, parts: int, index: int) -> tuple[int, int]:
     return start, min(size, total - start)
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=256)
 def held(shape: tuple[int, ...], cut: Cut, topology: Topology) -> tuple[tuple[Region, ...], ...]:
     """The boxes of a tensor that each (fsdp, tp) rank of its stage holds, in local row order.
 
@@ -186,7 +186,7 @@ def _expert_boxes(shape: tuple[int, ...], topology: Topology, flat: int) -> tupl
     return (local.narrow(1, efsdp_i * size, size),)
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=256)
 def shares(
     shape: tuple[int, ...], itemsize: int, cut: Cut, topology: Topology
 ) -> tuple[Share, ...]:

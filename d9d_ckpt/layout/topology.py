@@ -150,14 +150,14 @@ def parse_layout(text: str) -> Topology:
     for item in filter(None, (part.strip() for part in text.split(","))):
         key, equals, value = item.partition("=")
         if not equals or not value.strip().isdecimal():
-            raise UsageError(f"layout {text!r}: {item!r} is not AXIS=NUMBER")
+            raise UsageError(f"layout {brief(text)}: {brief(item)} is not AXIS=NUMBER")
         if key.strip() in values:
-            raise UsageError(f"layout {text!r}: {key.strip()} is given twice")
+            raise UsageError(f"layout {brief(text)}: {key.strip()} is given twice")
         try:
             values[key.strip()] = int(value)
         except ValueError as error:
             raise UsageError(f"layout: {brief(item)} is not AXIS=NUMBER: {error}") from None
-    return layout_from(values, f"layout {text!r}")
+    return layout_from(values, f"layout {brief(text)}")
 
 
 def layout_from(values: Mapping[str, Any], where: str) -> Topology:

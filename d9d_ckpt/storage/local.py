@@ -1,7 +1,9 @@
 """Local paths: positional reads and writes, no mapping, no shared offsets."""
 
+import errno
 import os
 import shutil
+import stat
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -64,7 +66,9 @@ class LocalStore:
     def create(self, url: str, nbytes: int, mode: int | None = None) -> None:
         with _translated("create", url):
             Path(url).parent.mkdir(parents=True, exist_ok=True)
-            fd = os.open(url, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+            # What bears the name already may be a link to a file of somebody else.
+            Path(url).unlink(missing_ok=True)
+            fd = os.open(url, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
             try:
                 os.ftruncate(fd, nbytes)
                 if mode is not None:
@@ -163,7 +167,11 @@ class LocalStore:
         key = (url, flags)
         fd = self._open.get(key)
         if fd is None:
-            fd = os.open(url, flags)
+            # A pipe would wait for its other end.
+            fd = os.open(url, flags | os.O_NONBLOCK)
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                os.close(fd)
+                raise OSError(errno.EINVAL, "not an ordinary file")
             self._open[key] = fd
             if len(self._open) > _OPEN_FILES:
                 os.close(self._open.popitem(last=False)[1])

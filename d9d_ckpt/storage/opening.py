@@ -12,9 +12,15 @@ def normalise(url: str) -> str:
     """``url`` with ``file://`` and the user's directory resolved: local paths come out absolute."""
     if url.startswith("file://"):
         url = url.removeprefix("file://")
-    if not is_local(url):
-        return url.rstrip("/")
-    return str(Path(url).expanduser().absolute())
+    try:
+        url.encode()
+        if not is_local(url):
+            return url.rstrip("/")
+        path = Path(url).expanduser().absolute()
+        path.resolve()
+    except (OSError, ValueError, RuntimeError) as error:
+        raise UsageError(f"{url!r:.200}: no place: {error}") from error
+    return str(path)
 
 
 def store_for(url: str, options: Options) -> LocalStore | ObjectStore:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from hashlib import md5
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 from urllib.parse import parse_qs, unquote, urlsplit
 from xml.sax.saxutils import escape
 
@@ -66,6 +66,11 @@ class Server:
     endpoint: str
     client: Any
     url: str
+
+    @property
+    def options(self) -> dict[str, str]:
+        """Storage options; clients made from them are shared by the tests of a server."""
+        return {"endpoint_url": self.endpoint}
 
     @property
     def prefix(self) -> str:
@@ -140,7 +145,7 @@ def free_port() -> int:
 def running(*argv: object, port: int) -> Iterator[str]:
     """A server program until the block ends; its URL once it answers."""
     endpoint = f"http://127.0.0.1:{port}"
-    process = subprocess.Popen(
+    process = subprocess.Popen(  # noqa: S603 - our own list
         [str(a) for a in argv], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
     try:
@@ -180,6 +185,7 @@ def _rclone(tmp_path_factory):
     argv += ["--auth-key", f"{KEY},{SECRET}", "--addr", f"127.0.0.1:{port}", root]
     with running(*argv, port=port) as endpoint:
         yield endpoint, client(endpoint)
+        close_clients()
 
 
 @pytest.fixture(scope="session")
@@ -190,32 +196,45 @@ def _moto():
         made = client(endpoint)
         made.create_bucket(Bucket=BUCKET)
         yield endpoint, made
+        close_clients()
 
 
 @pytest.fixture
 def rclone(_rclone, monkeypatch, request):
     """rclone's server: no conditional puts, parts in order, no list of open uploads."""
-    yield from _served(*_rclone, monkeypatch, request)
+    return _served(*_rclone, monkeypatch, request)
 
 
 @pytest.fixture
 def moto(_moto, monkeypatch, request):
     """moto's server: all of what these tests ask for."""
-    yield from _served(*_moto, monkeypatch, request)
+    return _served(*_moto, monkeypatch, request)
+
+
+@pytest.fixture(scope="session")
+def _stub():
+    with Stub() as made:
+        yield made, client(made.endpoint)
+    close_clients()
 
 
 @pytest.fixture
-def stub(monkeypatch, request):
+def stub(_stub, monkeypatch, request):
     """A server of this process whose faults the test scripts: `Stub`."""
-    with Stub() as server:
-        made = Server(server.endpoint, client(server.endpoint), _url(request))
-        use(server.endpoint, monkeypatch)
-        server.seen = made
-        try:
-            yield server
-        finally:
-            made.client.close()
-            close_clients()
+    made, viewer = _stub
+    made.renew()
+    use(made.endpoint, monkeypatch)
+    made.seen = Server(made.endpoint, viewer, _url(request))
+    yield made
+    made.ended.set()
+
+
+@pytest.fixture
+def fresh():
+    """No client that other tests have made, for those that depend on the environment."""
+    close_clients()
+    yield
+    close_clients()
 
 
 @pytest.fixture
@@ -226,10 +245,7 @@ def server(request):
 
 def _served(endpoint, made, monkeypatch, request):
     use(endpoint, monkeypatch)
-    try:
-        yield Server(endpoint, made, _url(request))
-    finally:
-        close_clients()
+    return Server(endpoint, made, _url(request))
 
 
 def _url(request):
@@ -238,8 +254,6 @@ def _url(request):
 
 
 # -- a stub with scripted faults ---------------------------------------------------------------
-
-READ, WRITE = ("head", "get", "list"), ("put", "create", "part", "complete", "abort", "delete")
 
 
 class Seen(NamedTuple):
@@ -305,17 +319,22 @@ class Stub:
 
     seen: Server
 
-    def __init__(self, *, conditional: bool = True, page: int = 1000) -> None:
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.ended = threading.Event()
+        self.renew()
+
+    def renew(self) -> None:
+        """Forget everything."""
+        self.ended.set()
+        self.ended = threading.Event()
         self.objects: dict[str, bytes] = {}
         self.open: dict[str, Held] = {}
         self.log: list[Seen] = []
         self.faults: list[Fault] = []
-        self.conditional, self.page = conditional, page
-        self.lock = threading.RLock()
-        self.ended = threading.Event()
-        self.busy = self.most_busy = 0
+        self.conditional, self.page = True, 1000
 
-    def __enter__(self) -> "Stub":
+    def __enter__(self) -> Self:
         self._start(0)
         self.endpoint = f"http://127.0.0.1:{self._http.server_address[1]}"
         return self
@@ -361,8 +380,6 @@ class Stub:
     def begin(self, op: str, key: str, detail: str) -> Fault | None:
         """Note a request; its fault."""
         with self.lock:
-            self.busy += 1
-            self.most_busy = max(self.most_busy, self.busy)
             fault = next((f for f in self.faults if f.op == op and f.key in key), None)
             if fault is not None:
                 fault.times -= 1
@@ -428,14 +445,9 @@ class _Handler(BaseHTTPRequestHandler):
             if fault is None or fault.kind != "status":
                 with stub.lock:
                     answer = getattr(self, f"_{op}")(key, query, body, fault)
-                if fault is not None and fault.kind == "lost":
-                    raise _Reset
                 self._answer(*answer, fault=fault)
         except _Reset:
             self._reset()
-        finally:
-            with stub.lock:
-                stub.busy -= 1
 
     do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = _handle  # noqa: N815 - the library's names
 
@@ -482,6 +494,8 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(
         self, status: int, body: bytes, headers: dict[str, str], fault: Fault | None = None
     ) -> None:
+        if fault is not None and fault.kind == "lost":
+            raise _Reset
         size = headers.pop("Content-Length", str(len(body)))
         self.send_response(status)
         for name, value in headers.items():
@@ -545,7 +559,11 @@ class _Handler(BaseHTTPRequestHandler):
         name = f"upload-{len(stub.log)}"
         stub.open[name] = Held(key)
         bucket, _, rest = key.partition("/")
-        return 200, _xml("InitiateMultipartUploadResult", Bucket=bucket, Key=rest, UploadId=name), {}
+        return (
+            200,
+            _xml("InitiateMultipartUploadResult", Bucket=bucket, Key=rest, UploadId=name),
+            {},
+        )
 
     def _part(self, key, query, body, fault):
         del key, fault

@@ -1,5 +1,9 @@
 """Stores behind fsspec: ranges, fresh listings, translated errors."""
 
+import json
+import time
+from concurrent.futures import ThreadPoolExecutor
+
 import fsspec
 import pytest
 import torch
@@ -8,6 +12,7 @@ from helpers.checkpoints import (
     convert,
     equal,
     model,
+    read_hf,
     read_sharded,
     refused,
     training,
@@ -15,7 +20,7 @@ from helpers.checkpoints import (
 )
 
 import d9d_ckpt
-from d9d_ckpt.errors import CkptError, CorruptError, MissingError, StorageError
+from d9d_ckpt.errors import CorruptError, MissingError, StorageError
 from d9d_ckpt.storage.fsspec import FsspecStore
 from d9d_ckpt.storage.opening import store_for
 
@@ -108,10 +113,85 @@ def test_a_source_in_a_store_gives_the_same_as_a_local_one(memory, tmp_path):
     assert torch.equal(ckpt["model.norm.weight"].read(), made.tensors["model.norm.weight"])
 
 
-def test_destinations_in_a_store_are_refused(memory, tmp_path):
+@pytest.mark.parametrize("workers", [1, 3])
+def test_destinations_in_a_store(memory, tmp_path, workers):
+    """Both formats, written, read back and converted within the store, and replaced."""
+    made = model("llama", vocab=40_000, hidden=64)  # objects of several parts
+    src = write_model(tmp_path / "src", made)
+    hf, sharded = "memory://t/hf", "memory://t/sharded"
+    convert(src, sharded, "sharded", "--layout", "tp=2", "--verify", workers=workers)
+    convert(sharded, hf, "huggingface", "--verify", workers=workers)
+    assert equal(read_sharded(fetch(memory, tmp_path / "s", "sharded")), training(made))
+    assert equal(read_hf(fetch(memory, tmp_path / "hf", "hf")), made.tensors)
+    for url in (hf, sharded):
+        assert cli("verify", url).code == 0
+        assert cli("diff", src, url).code == 0
+    old = set(memory.find("/t/sharded"))
+    convert(hf, sharded, "sharded", "--layout", "pp=2", "--overwrite", workers=workers)
+    left = set(memory.find("/t/sharded"))
+    assert left & old == {"/t/sharded/manifest.json", "/t/sharded/config.json"}
+    assert equal(read_sharded(fetch(memory, tmp_path / "s2", "sharded")), training(made))
+    assert not [name for name in memory.find("/t") if ".d9d" in name]
+
+
+def fetch(memory, path, name):
+    for file in memory.find(f"/t/{name}"):
+        local = path / file.removeprefix(f"/t/{name}/")
+        local.parent.mkdir(parents=True, exist_ok=True)
+        local.write_bytes(memory.cat_file(file))
+    return path
+
+
+@pytest.mark.parametrize("to", ["huggingface", "sharded"])
+def test_a_destination_that_refuses_is_left_as_it_was(memory, tmp_path, monkeypatch, to):
     src = write_model(tmp_path / "src", model("llama"))
-    result = cli("convert", src, "memory://t/out", "--to", "huggingface", "--workers", 1)
-    refused(result, 5, "memory://t/out", "local")
-    with pytest.raises(CkptError):
-        d9d_ckpt.convert(str(src), "memory://t/out", to="huggingface", workers=1)
-    assert not memory.exists("/t/out")
+    real = FsspecStore.send
+
+    def fails(self, url, path):
+        real(self, url, path)
+        raise StorageError(f"put {url}: refused")
+
+    monkeypatch.setattr(FsspecStore, "send", fails)
+    argv = ("--to", to, "--workers", 1, *(("--layout", "tp=2") if to == "sharded" else ()))
+    refused(cli("convert", src, "memory://t/out", *argv), 5, "memory://t/out", "refused")
+    assert memory.find("/t/out") == []
+
+
+def test_a_claim_in_a_store(store, memory):
+    assert store.claim("memory://t/claim", b"first")
+    assert not store.claim("memory://t/claim", b"second")
+    assert memory.cat_file("/t/claim") == b"first"
+
+
+def test_a_second_writer_is_refused(memory, tmp_path):
+    src = write_model(tmp_path / "src", model("llama"))
+    who = {"save_id": "x", "host": "elsewhere", "pid": 4711, "time": 1.0}
+    memory.pipe_file("/t/out/.d9d-claim", json.dumps(who).encode())
+    argv = ("--to", "huggingface", "--workers", 1, "--overwrite")
+    refused(cli("convert", src, "memory://t/out", *argv), 4, "process 4711 on elsewhere")
+    assert memory.find("/t/out") == ["/t/out/.d9d-claim"]
+
+
+def test_parts_of_one_object_may_come_from_several_threads(store, memory, monkeypatch):
+    """Each goes to its own place, whoever is between finding the place and writing."""
+    upload = store.upload("memory://t/big")
+    seek = upload._file.seek
+
+    def slow(*where):
+        seek(*where)
+        time.sleep(0.05)
+
+    monkeypatch.setattr(upload._file, "seek", slow)
+    parts = [bytes([n]) * 1000 for n in range(8)]
+    with ThreadPoolExecutor(8) as pool:
+        for n in reversed(range(8)):
+            pool.submit(upload.put, n + 1, 1000 * n, memoryview(parts[n]))
+    upload.complete()
+    assert memory.cat_file("/t/big") == b"".join(parts)
+
+
+def test_an_aborted_object_never_exists(store, memory):
+    upload = store.upload("memory://t/big")
+    upload.put(1, 0, memoryview(b"1"))
+    upload.abort()
+    assert not memory.exists("/t/big")

@@ -1,5 +1,7 @@
 """Runs of bytes in few requests."""
 
+from itertools import pairwise
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -50,7 +52,7 @@ def test_every_run_lies_in_one_request(offsets, nbytes, gap, largest):
 @given(OFFSETS, st.integers(1, 20), st.integers(0, 20), st.integers(1, 60))
 def test_neighbours_are_apart_for_a_reason(offsets, nbytes, gap, largest):
     requests = list(coalesced(offsets, nbytes, gap=gap, largest=largest))
-    for a, b in zip(requests, requests[1:], strict=False):
+    for a, b in pairwise(requests):
         far = b.offset - (a.offset + a.nbytes) > gap
         large = b.offset + nbytes - a.offset > largest
         assert far or large
@@ -61,7 +63,7 @@ def test_the_usual_limits(offsets, nbytes):
     for r in coalesced(offsets, nbytes):
         starts = sorted(offsets[n] for n in r.runs)
         assert r.nbytes <= LARGEST
-        assert all(b - a - nbytes <= GAP for a, b in zip(starts, starts[1:], strict=False))
+        assert all(b - a - nbytes <= GAP for a, b in pairwise(starts))
 
 
 def _longest_hole(wanted):

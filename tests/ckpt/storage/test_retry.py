@@ -40,14 +40,14 @@ def clock(monkeypatch):
     return made
 
 
-class Passing(Exception):
+class PassingError(Exception):
     """Passes by itself."""
 
 
 class Server:
     """Fails `failures` times, then answers 7."""
 
-    def __init__(self, clock, failures, error=Passing):
+    def __init__(self, clock, failures, error=PassingError):
         self.clock, self.left, self.error, self.tries = clock, failures, error, 0
 
     async def __call__(self):
@@ -60,7 +60,9 @@ class Server:
 
 
 def ask(server, patience=PATIENCE):
-    return asyncio.run(persist("put s3://b/k", server, lambda e: isinstance(e, Passing), patience))
+    return asyncio.run(
+        persist("put s3://b/k", server, lambda e: isinstance(e, PassingError), patience)
+    )
 
 
 @pytest.mark.parametrize("failures", [0, 1, 5, 7])
@@ -93,16 +95,16 @@ def test_d13_two_that_fail_together_do_not_come_back_together(monkeypatch):
 
 def test_d13_tries_are_bounded_and_the_message_says_what_and_how_often(clock):
     server = Server(clock, 99)
-    with pytest.raises(StorageError, match="put s3://b/k: gave up after 8 tries in .* busy") as e:
+    with pytest.raises(StorageError, match=r"put s3://b/k: gave up after 8 tries in .* busy") as e:
         ask(server)
     assert server.tries == 8
-    assert isinstance(e.value.__cause__, Passing)
+    assert isinstance(e.value.__cause__, PassingError)
 
 
 def test_d13_time_is_bounded(clock):
     clock.each = 50
     server = Server(clock, 99)
-    with pytest.raises(StorageError, match="gave up after 3 tries in 15"):
+    with pytest.raises(StorageError, match=r"gave up after 3 tries in 15"):
         ask(server, Patience(tries=100, seconds=120, first_pause=1))
     assert server.tries == 3
 
@@ -113,7 +115,7 @@ def test_d13_no_attempt_starts_after_the_time(clock):
 
     async def attempt():
         starts.append(clock.now - 1000)
-        raise Passing
+        raise PassingError
 
     with pytest.raises(StorageError):
         ask(attempt, Patience(tries=10**6, seconds=60, first_pause=0.1, longest_pause=10))
@@ -145,7 +147,9 @@ def test_d14_no_answer_ever(clock):
     async def attempt():
         await asyncio.sleep(60)
 
-    with pytest.raises(StorageError, match="put s3://b/k: gave up after 2 tries .*no answer within"):
+    with pytest.raises(
+        StorageError, match=r"put s3://b/k: gave up after 2 tries .*no answer within"
+    ):
         ask(attempt, Patience(tries=2, attempt=0.02))
 
 
