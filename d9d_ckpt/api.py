@@ -458,9 +458,8 @@ def _limit(want: Settings, source: str, destination: str, workers: int) -> Limit
     memory = _size(want.memory)
     if forking(source, destination):
         return limits(memory)
-    if not is_local(destination):
-        memory -= workers * PART
-    return limits(memory, workers, remote=not is_local(source))
+    part = 0 if is_local(destination) else PART
+    return limits(memory, workers, remote=not is_local(source), part=part)
 
 
 def _check_words(want: Settings) -> None:

@@ -150,22 +150,23 @@ class Limits:
         return self.source + self.tile + self.sweep + (self.kept + 1) * BLOCK
 
 
-def limits(memory: int, threads: int = 1, *, remote: bool = False) -> Limits:
+def limits(memory: int, threads: int = 1, *, remote: bool = False, part: int = 0) -> Limits:
     """Buffers for ``memory`` bytes in flight over ``threads``.
 
     Args:
         memory: Bytes in all.
         threads: Threads that share them.
+        part: Bytes that each thread holds besides, of what it sends.
         remote: Whether requests to the source cost milliseconds, so that few large ones are better.
 
     Raises:
         ResourceError: Not even the smallest buffers fit.
     """
     least = 8 * BLOCK
-    each = memory // threads
+    each = memory // threads - part
     if each < least:
         raise ResourceError(
-            f"--memory {format_bytes(memory)} leaves {format_bytes(each)} for each of {threads} "
+            f"--memory {format_bytes(memory)} leaves {format_bytes(max(each, 0))} for each of {threads} "
             f"threads; at least {format_bytes(least)} each is needed"
         )
     kept = min(_MOST_KEPT, each // 16 // BLOCK)

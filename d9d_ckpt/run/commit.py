@@ -1,11 +1,26 @@
 """What every destination does: it is claimed, and the record that makes a checkpoint comes last."""
 
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Protocol
 
+from d9d_ckpt.errors import MissingError
 from d9d_ckpt.formats.base import Arrangement, Digests, Sink
 from d9d_ckpt.storage.store import Store
 from d9d_ckpt.tensors import Target
+
+
+def replace(store: Store, url: str, content: bytes, mode: int | None, undo: ExitStack) -> None:
+    """Put a small file in place; ``undo`` puts back what was there, or nothing."""
+    try:
+        before = store.read(url, 0, store.size(url))
+    except MissingError:
+        undo.callback(store.delete, url)
+    else:
+        if before == content:
+            return
+        undo.callback(store.put, url, before, mode)
+    store.put(url, content, mode)
 
 
 class Destination(Protocol):

@@ -9,6 +9,7 @@ from d9d_ckpt.formats.base import Arrangement, Digests, Record, Sink
 from d9d_ckpt.formats.claim import CLAIM
 from d9d_ckpt.formats.existing import NOTHING, Superseded
 from d9d_ckpt.run import claim
+from d9d_ckpt.run.commit import replace
 from d9d_ckpt.storage.store import FileStore, join
 from d9d_ckpt.tensors import Target, format_bytes
 
@@ -125,15 +126,7 @@ class Directory:
 
     def _replace(self, record: Record, undo: ExitStack) -> None:
         url = join(self.url, record.name)
-        try:
-            before = self.store.read(url, 0, self.store.size(url))
-        except MissingError:
-            undo.callback(self.store.delete, url)
-        else:
-            if before == record.content:
-                return
-            undo.callback(self.store.put, url, before, self.old.mode)
-        self.store.put(url, record.content, self.old.mode)
+        replace(self.store, url, record.content, self.old.mode, undo)
 
     def _leftovers(self) -> list[str]:
         """Temporary files of small ones and of what was set aside; the claim says they are ours."""

@@ -5,6 +5,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 from d9d_ckpt.errors import CkptError, StorageError
@@ -12,6 +13,7 @@ from d9d_ckpt.formats.base import Arrangement, Digests, Sink
 from d9d_ckpt.plan.assign import Unit, split_queue, units, without
 from d9d_ckpt.plan.plan import Plan
 from d9d_ckpt.plan.schedule import Limits
+from d9d_ckpt.run import claim
 from d9d_ckpt.run.bucket import Bucket
 from d9d_ckpt.run.commit import Destination
 from d9d_ckpt.run.journal import Blocks
@@ -79,7 +81,7 @@ def execute(work: Work, ranks: Ranks, progress: Progress) -> Done:
         _committed(work, ranks, outcomes)
     except BaseException:
         if ranks.rank == 0:
-            work.destination.abort(work.arrangement, work.save_id)
+            _aborted(work)
         raise
     if ranks.rank == 0:
         _tidied(work)
@@ -154,6 +156,7 @@ def _uploaded(work: Work, bucket: Bucket, ranks: Ranks, progress: Progress) -> O
         source=work.source,
         destination=bucket.url,
         options=work.options,
+        check=partial(claim.check, bucket.store, bucket.url, work.save_id),
     )
     return Uploader(uploads, bucket.store, progress).run()
 
@@ -203,6 +206,14 @@ def _committed(work: Work, ranks: Ranks, outcomes: Sequence[Outcome]) -> None:
         except CkptError as error:
             failure = error
     ranks.broadcast(failure)
+
+
+def _aborted(work: Work) -> None:
+    """What was written goes; a store that refuses even that must not hide why it came to it."""
+    try:
+        work.destination.abort(work.arrangement, work.save_id)
+    except CkptError as error:
+        _LOG.warning("unfinished files are left at %s: %s", work.destination.url, error)
 
 
 def _tidied(work: Work) -> None:

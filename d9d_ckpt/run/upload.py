@@ -3,7 +3,7 @@
 import logging
 import resource
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
@@ -84,6 +84,7 @@ class Uploads:
         source: URL of the source.
         destination: URL of the destination.
         options: Storage options.
+        check: Raises when the destination is no longer this save's; called before objects appear.
     """
 
     plan: Plan
@@ -95,6 +96,7 @@ class Uploads:
     source: str
     destination: str
     options: Options
+    check: Callable[[], None]
 
 
 class PartWriter:
@@ -165,6 +167,7 @@ class Uploader:
                     url = join(u.destination, u.arrangement.files[file].name)
                     self._open[file] = self._store.upload(url)
                 self._finish([pool.submit(self._send, part) for part in parts])
+                u.check()
                 self._finish([pool.submit(upload.complete) for upload in self._open.values()])
         except BaseException:
             self._drop()
@@ -183,7 +186,14 @@ class Uploader:
                 _LOG.warning("an unfinished upload is left behind: %s", error)
 
     def _finish(self, futures: Sequence["Future[None]"]) -> None:
-        wait(futures, return_when=FIRST_EXCEPTION)
+        try:
+            wait(futures, return_when=FIRST_EXCEPTION)
+        except BaseException:
+            # An interrupt: the pool must not go through all the rest before it ends.
+            self._failed.set()
+            for future in futures:
+                future.cancel()
+            raise
         failed = [f for f in futures if f.done() and f.exception() is not None]
         if failed:
             self._failed.set()

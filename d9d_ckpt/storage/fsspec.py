@@ -1,6 +1,7 @@
 """Whatever else fsspec opens, by its plainest calls."""
 
 import tempfile
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -119,12 +120,14 @@ class Spool:
 
     def __init__(self, store: FsspecStore, url: str) -> None:
         self._store, self._url = store, url
+        self._lock = threading.Lock()
         self._file = tempfile.NamedTemporaryFile()  # noqa: SIM115 - lives until complete or abort
 
     def put(self, number: int, offset: int, view: memoryview) -> None:
         del number
-        self._file.seek(offset)
-        self._file.write(view)
+        with self._lock:
+            self._file.seek(offset)
+            self._file.write(view)
 
     def complete(self) -> None:
         self._file.flush()

@@ -169,9 +169,11 @@ class LocalStore:
         if fd is None:
             # A pipe would wait for its other end.
             fd = os.open(url, flags | os.O_NONBLOCK)
-            if not stat.S_ISREG(os.fstat(fd).st_mode):
+            mode = os.fstat(fd).st_mode
+            if not stat.S_ISREG(mode):
                 os.close(fd)
-                raise OSError(errno.EINVAL, "not an ordinary file")
+                number = errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL
+                raise OSError(number, "not an ordinary file")
             self._open[key] = fd
             if len(self._open) > _OPEN_FILES:
                 os.close(self._open.popitem(last=False)[1])

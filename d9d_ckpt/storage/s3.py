@@ -33,6 +33,7 @@ _PIECE = 1 << 20
 """Bytes taken off the wire at once, at most."""
 
 _BROKEN = (
+    botocore.exceptions.ConnectionError,
     botocore.exceptions.HTTPClientError,
     botocore.exceptions.IncompleteReadError,
     botocore.exceptions.ResponseStreamingError,
@@ -99,10 +100,13 @@ class S3Store:
                 lambda c: c.put_object(**_address(url), Body=content, IfNoneMatch="*"),
             )
         except StorageError as error:
-            if _code(error.__cause__) in ("PreconditionFailed", "ConditionalRequestConflict"):
-                return False
-            raise
-        return self.read(url, 0, self.size(url)) == content
+            if _code(error.__cause__) not in ("PreconditionFailed", "ConditionalRequestConflict"):
+                raise
+            # Ours after all, if the answer to an earlier try was lost.
+        try:
+            return self.read(url, 0, self.size(url)) == content
+        except MissingError:
+            return False
 
     def put(self, url: str, content: bytes, mode: int | None = None) -> None:
         del mode  # objects have none
@@ -164,11 +168,21 @@ class S3Store:
         if not len(view):
             return
         done = 0
+        same: dict[str, str] = {}
 
         async def attempt(client: Any) -> None:
             nonlocal done
             span = f"bytes={offset + done}-{offset + len(view) - 1}"
-            answer = await client.get_object(**_address(url), Range=span)
+            answer = await client.get_object(**_address(url), Range=span, **same)
+            if done == 0 and answer.get("ETag"):
+                # What comes in several tries must come from one object.
+                same["IfMatch"] = answer["ETag"]
+            if answer["ContentLength"] > len(view) - done:
+                answer["Body"].close()
+                raise StorageError(
+                    f"read {url}: the server sent {answer['ContentLength']} bytes for the "
+                    f"{len(view) - done} of {span}; it must support ranges"
+                )
             async with answer["Body"] as body:
                 while piece := await body.read(_PIECE):
                     view[done : done + len(piece)] = piece
@@ -197,7 +211,10 @@ class S3Store:
             return await persist(f"{operation} {url}", attempt, _passing)
         except botocore.exceptions.ClientError as error:
             if _code(error) in ("404", "NoSuchKey", "NoSuchBucket", "NotFound"):
-                raise MissingError(f"{url}: no such object") from error
+                kind = "bucket" if _code(error) == "NoSuchBucket" else "object"
+                raise MissingError(f"{url}: no such {kind}") from error
+            if _code(error) == "PreconditionFailed" and operation == "read":
+                raise CorruptError(f"{url}: was replaced while it was read; try again") from error
             if _code(error) in ("416", "InvalidRange"):
                 raise CorruptError(
                     f"{url}: ends before the bytes that are wanted; it was cut short: fetch or write "
@@ -214,6 +231,7 @@ class S3Upload:
     def __init__(self, store: S3Store, url: str, upload_id: str) -> None:
         self._store, self._url, self._id = store, url, upload_id
         self._tags: dict[int, str] = {}
+        self._sizes: dict[int, int] = {}
 
     def put(self, number: int, offset: int, view: memoryview) -> None:
         answer = self._store._run(  # noqa: SLF001 - one class in two parts
@@ -224,23 +242,39 @@ class S3Upload:
             ),
         )
         self._tags[number] = answer["ETag"]
+        self._sizes[number] = len(view)
 
     def complete(self) -> None:
         parts = [{"PartNumber": n, "ETag": tag} for n, tag in sorted(self._tags.items())]
-        self._store._run(  # noqa: SLF001
-            "complete",
-            self._url,
-            lambda c: c.complete_multipart_upload(
-                **_address(self._url), UploadId=self._id, MultipartUpload={"Parts": parts}
-            ),
-        )
+        try:
+            self._store._run(  # noqa: SLF001
+                "complete",
+                self._url,
+                lambda c: c.complete_multipart_upload(
+                    **_address(self._url), UploadId=self._id, MultipartUpload={"Parts": parts}
+                ),
+            )
+        except StorageError as error:
+            # An earlier try may have done it and its answer been lost.
+            if _code(error.__cause__) != "NoSuchUpload" or not self._exists():
+                raise
+
+    def _exists(self) -> bool:
+        try:
+            return self._store.size(self._url) == sum(self._sizes.values())
+        except MissingError:
+            return False
 
     def abort(self) -> None:
-        self._store._run(  # noqa: SLF001
-            "abort",
-            self._url,
-            lambda c: c.abort_multipart_upload(**_address(self._url), UploadId=self._id),
-        )
+        try:
+            self._store._run(  # noqa: SLF001
+                "abort",
+                self._url,
+                lambda c: c.abort_multipart_upload(**_address(self._url), UploadId=self._id),
+            )
+        except StorageError as error:
+            if _code(error.__cause__) != "NoSuchUpload":
+                raise
 
 
 async def _list(wanted: Mapping[str, str], client: Any) -> Any:

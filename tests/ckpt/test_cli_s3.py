@@ -173,13 +173,15 @@ def test_overwrite_by_the_other_format(server, at, small, tmp_path):
 
 
 @both
-def test_overwrite_of_one_hugging_face_file_by_one(server, at, small, tmp_path):
+def test_overwrite_of_a_hugging_face_file_is_refused(server, at, small, tmp_path):
     url = f"{server.url}/a"
     convert(small, url, "huggingface")
-    convert(small, url, "huggingface", "--overwrite", "--dtype", "bfloat16")
-    found = read_hf(server.fetch("a", tmp_path / "a"))
-    assert {t.dtype for t in found.values()} >= {torch.bfloat16}
-    assert cli("verify", url).code == 0
+    before = read_hf(server.fetch("a", tmp_path / "a"))
+    argv = ("--to", "huggingface", "--overwrite", "--dtype", "bfloat16")
+    refused(cli("convert", small, url, *argv), 4, "cannot be set aside", "another place")
+    after = read_hf(server.fetch("a", tmp_path / "b"))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
 
 
 @both
@@ -189,7 +191,7 @@ def test_overwrite_that_would_mix_is_refused(server, at, small):
     convert(small, url, "huggingface", *argv)
     before = server.objects()
     result = cli("convert", small, url, "--to", "huggingface", "--overwrite", "--workers", 1, *argv)
-    refused(result, 4, "one by one", "another place")
+    refused(result, 4, "cannot be set aside", "another place")
     assert server.objects() == before
     assert server.uploads() == []
 
