@@ -89,8 +89,14 @@ def run(job: Job, progress: Progress) -> list[Outcome]:
 
 
 def forking(source: str, destination: str) -> bool:
-    """Whether local workers are processes; clients of other stores and threads do not survive a fork."""
-    return is_local(source) and is_local(destination) and threading.active_count() == 1
+    """Whether local workers are processes: not for other stores, whose clients do not survive a fork.
+
+    Daemon threads, such as the event loop of a store that was used before, may be left behind by a
+    fork, since a worker uses nothing of theirs; a thread that somebody waits for may not.
+    """
+    alone = all(t.daemon or t is threading.main_thread() for t in threading.enumerate())
+    main = threading.current_thread() is threading.main_thread()
+    return is_local(source) and is_local(destination) and alone and main
 
 
 def _work(job: Job, numbers: Iterator[int], progress: Progress) -> Outcome:
@@ -207,6 +213,9 @@ class _Processes:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
         code = 1
+        if "torch" in sys.modules:
+            # The parent's thread pool is not there any more; asking it for work would wait for ever.
+            sys.modules["torch"].set_num_threads(1)
         try:
             os.close(ours)
             for other in others:

@@ -346,7 +346,7 @@ class Stub:
     def _start(self, port: int) -> None:
         self._http = _Http(("127.0.0.1", port), _Handler)
         self._http.stub = self
-        self._thread = threading.Thread(target=self._http.serve_forever, args=(0.01,))
+        self._thread = threading.Thread(target=self._http.serve_forever, args=(0.01,), daemon=True)
         self._thread.start()
 
     def away(self) -> None:
@@ -392,7 +392,7 @@ class Stub:
 
 class _Http(ThreadingHTTPServer):
     stub: Stub
-    daemon_threads = False
+    daemon_threads = True
     block_on_close = True
     request_queue_size = 128
 
