@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from d9d_ckpt.codecs.checksum import to_hex
 from d9d_ckpt.formats.base import Arrangement, Digests, OutFile, Record
 from d9d_ckpt.formats.huggingface import CHECKSUMS, INDEX, SINGLE, index_json
-from d9d_ckpt.formats.safetensors import encode_header
+from d9d_ckpt.formats.safetensors import by_alignment, encode_header
 from d9d_ckpt.tensors import BLOCK, Target, TensorSpec
 
 
@@ -36,7 +36,8 @@ class HuggingFaceSink:
             name = f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
             if len(shards) == 1:
                 name = SINGLE
-            members.sort(key=lambda n: -targets[n].spec.dtype.bits)
+            ordered = by_alignment([(n, targets[n].spec) for n in members])
+            members = [n for n, _ in ordered]
             entries = [(targets[n].name, targets[n].spec) for n in members]
             blank = {
                 **self.metadata,

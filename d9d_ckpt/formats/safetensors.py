@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from d9d_ckpt.errors import CorruptError, MappingError
 from d9d_ckpt.storage.store import Store
@@ -197,6 +197,9 @@ def encode_header(
     return header, [len(header) + begin for begin in begins]
 
 
-def by_alignment(tensors: Sequence[tuple[str, TensorSpec]]) -> list[tuple[str, TensorSpec]]:
-    """``tensors`` with wider elements first, so that each starts at a multiple of its item size."""
+T = TypeVar("T")
+
+
+def by_alignment(tensors: Sequence[tuple[T, TensorSpec]]) -> list[tuple[T, TensorSpec]]:
+    """Tensors with wider elements first, so that each starts at a multiple of its item size."""
     return sorted(tensors, key=lambda item: -item[1].dtype.bits)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from d9d_ckpt.codecs.checksum import digest
 from d9d_ckpt.errors import MappingError
 from d9d_ckpt.formats.base import Arrangement, Digests, OutFile, Record
-from d9d_ckpt.formats.safetensors import encode_header
+from d9d_ckpt.formats.safetensors import by_alignment, encode_header
 from d9d_ckpt.formats.sharded import MANIFEST, Manifest
 from d9d_ckpt.tensors import Chunk, Entry, Target, TensorSpec
 
@@ -45,7 +45,8 @@ class ShardedSink:
             for part, members in enumerate(parts):
                 suffix = f"-{part + 1:05d}" if len(parts) > 1 else ""
                 name = f"{self.manifest.save_id}/rank-{rank:05d}{suffix}.safetensors"
-                members.sort(key=lambda n: -targets[n].spec.dtype.bits)
+                ordered = by_alignment([(n, targets[n].spec) for n in members])
+                members = [n for n, _ in ordered]
                 entries = [
                     (_entry_name(t), TensorSpec(t.spec.dtype, t.box.shape))
                     for t in map(targets.__getitem__, members)

@@ -6,14 +6,14 @@ from dataclasses import dataclass, field
 
 from d9d_ckpt.errors import MissingError, StorageError
 from d9d_ckpt.formats.base import Arrangement, Digests, Record, Sink
-from d9d_ckpt.formats.claim import CLAIM
+from d9d_ckpt.formats.claim import CLAIM, OURS
 from d9d_ckpt.formats.existing import NOTHING, Superseded
 from d9d_ckpt.run import claim
 from d9d_ckpt.run.commit import replace
 from d9d_ckpt.storage.store import FileStore, join
 from d9d_ckpt.tensors import Target, format_bytes
 
-_OURS, _TMP = ".d9d-", ".tmp"
+_TMP = ".tmp"
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ class Directory:
             self.store.sync(join(self.url, directory) if directory else self.url)
 
     def _set_aside(self, name: str, undo: ExitStack) -> None:
-        url, aside = join(self.url, name), join(self.url, f"{_OURS}old.{name}{_TMP}")
+        url, aside = join(self.url, name), join(self.url, f"{OURS}old.{name}{_TMP}")
         self.store.publish(url, aside)
         undo.callback(self.store.publish, aside, url)
 
@@ -131,7 +131,7 @@ class Directory:
     def _leftovers(self) -> list[str]:
         """Temporary files of small ones and of what was set aside; the claim says they are ours."""
         names = self.store.names(self.url)
-        return [name for name in names if name.startswith(_OURS) and name.endswith(_TMP)]
+        return [name for name in names if name.startswith(OURS) and name.endswith(_TMP)]
 
     def _delete(self, names: Sequence[str]) -> None:
         for name in names:
