@@ -5,10 +5,11 @@ import os
 import shutil
 import stat
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from d9d_ckpt.codecs.checksum import digest, to_hex
 from d9d_ckpt.errors import CkptError, CorruptError, MissingError, StorageError
 from d9d_ckpt.tensors import format_bytes
 
@@ -17,6 +18,8 @@ _OPEN_FILES = 128
 
 _VECTORS = 1024
 """Buffers per system call (IOV_MAX)."""
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class LocalStore:
@@ -65,9 +68,11 @@ class LocalStore:
 
     def create(self, url: str, nbytes: int, mode: int | None = None) -> None:
         with _translated("create", url):
-            Path(url).parent.mkdir(parents=True, exist_ok=True)
+            self._make(Path(url).parent)
             # What bears the name already may be a link to a file of somebody else.
             Path(url).unlink(missing_ok=True)
+            # What is open under the name is not this file: writes would go to the one just removed.
+            self._forget(url)
             fd = os.open(url, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
             try:
                 os.ftruncate(fd, nbytes)
@@ -85,18 +90,33 @@ class LocalStore:
         except OSError as error:
             raise _translate(error, "write", url) from error
 
+    def append(self, url: str, content: bytes) -> None:
+        """Put ``content`` at the end of a file, which is made if there is none."""
+        with _translated("write", url):
+            fd = self._descriptor(url, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            left = memoryview(content)
+            while left:
+                left = left[os.write(fd, left) :]
+
+    def truncate(self, url: str, nbytes: int) -> None:
+        with _translated("truncate", url):
+            os.truncate(url, nbytes)
+
     def claim(self, url: str, content: bytes) -> bool:
+        # Linked whole, so that nobody ever reads half a claim.
+        staged = f"{url}.{os.getpid()}.tmp"
         with _translated("create", url):
-            Path(url).parent.mkdir(parents=True, exist_ok=True)
-            # Linked whole, so that nobody ever reads half a claim.
-            staged = Path(f"{url}.{os.getpid()}.tmp")
-            staged.write_bytes(content)
             try:
+                self.create(staged, len(content))
+                self.write(staged, 0, memoryview(content))
+                self.flush()
+                # Or a power loss leaves an empty one, of which nobody knows whose it was.
+                self.sync(staged)
                 os.link(staged, url)
             except FileExistsError:
                 return False
             finally:
-                staged.unlink()
+                Path(staged).unlink(missing_ok=True)
             return True
 
     def remove_empty(self, url: str) -> None:
@@ -110,7 +130,8 @@ class LocalStore:
 
     def put(self, url: str, content: bytes, mode: int | None = None) -> None:
         folder, _, name = url.rpartition("/")
-        staged = f"{folder}/.d9d-{name}.tmp"
+        # A name of 255 bytes has no room for more of them.
+        staged = f"{folder}/.d9d-{to_hex(digest(os.fsencode(name)))}.tmp"
         self.create(staged, len(content), mode)
         self.write(staged, 0, memoryview(content))
         self.flush()
@@ -148,27 +169,42 @@ class LocalStore:
         self._forget(url)
 
     def free(self, url: str) -> int | None:
-        path = Path(url).absolute()
-        while not path.exists():
-            path = path.parent
         with _translated("statvfs", url):
-            return shutil.disk_usage(path).free
+            return _free_at(url)
 
     def close(self) -> None:
-        while self._open:
-            os.close(self._open.popitem()[1])
+        self._shut(list(self._open))
+
+    def _shut(self, keys: Sequence[tuple[str, int]]) -> None:
+        """Close descriptors, all of them whatever happens to some."""
+        failed: list[Exception] = []
+        for url, flags in keys:
+            try:
+                os.close(self._open.pop((url, flags)))
+            except OSError as error:
+                # Network file systems may say only now that what was written is lost.
+                if flags & os.O_WRONLY:
+                    failed.append(_translate(error, "close", url))
+        if failed:
+            raise failed[0]
+
+    def _make(self, path: Path) -> None:
+        """A directory and its parents, each of them durable in the one above."""
+        missing = [p for p in (path, *path.parents) if not p.exists()]
+        path.mkdir(parents=True, exist_ok=True)
+        for made in missing:
+            self.sync(str(made.parent))
 
     def _forget(self, *urls: str) -> None:
         """Close what is open of files whose names now mean something else, or nothing."""
-        for key in [key for key in self._open if key[0].startswith(urls)]:
-            os.close(self._open.pop(key))
+        self._shut([key for key in self._open if key[0].startswith(urls)])
 
     def _descriptor(self, url: str, flags: int) -> int:
         key = (url, flags)
         fd = self._open.get(key)
         if fd is None:
             # A pipe would wait for its other end.
-            fd = os.open(url, flags | os.O_NONBLOCK)
+            fd = os.open(url, flags | os.O_NONBLOCK, 0o666)
             mode = os.fstat(fd).st_mode
             if not stat.S_ISREG(mode):
                 os.close(fd)
@@ -176,7 +212,7 @@ class LocalStore:
                 raise OSError(number, "not an ordinary file")
             self._open[key] = fd
             if len(self._open) > _OPEN_FILES:
-                os.close(self._open.popitem(last=False)[1])
+                self._shut([next(iter(self._open))])
         else:
             self._open.move_to_end(key)
         return fd
@@ -233,13 +269,14 @@ def _translate(error: OSError, operation: str, url: str) -> Exception:
 def _reason(error: OSError, url: str) -> str:
     text = f"{error.strerror or error} (errno {error.errno})"
     if error.errno in _FULL:
-        free = _FULL[error.errno](url)
-        text += f"; {format_bytes(free)} free"
+        with suppress(OSError):
+            text += f"; {format_bytes(_free_at(url))} free"
     return text
 
 
 def _free_at(url: str) -> int:
-    return shutil.disk_usage(Path(url).parent).free
-
-
-_FULL: dict[int | None, Callable[[str], int]] = {28: _free_at, 122: _free_at}
+    """Bytes free where ``url`` is or would be."""
+    path = Path(url).absolute()
+    while not path.exists():
+        path = path.parent
+    return shutil.disk_usage(path).free

@@ -79,6 +79,10 @@ class FileStore(Store, Protocol):
         """Put ``view`` at ``offset`` of a created file."""
         ...
 
+    def truncate(self, url: str, nbytes: int) -> None:
+        """Cut a created file after ``nbytes``."""
+        ...
+
     def flush(self) -> None:
         """Let go of files open for writing."""
         ...

@@ -23,7 +23,8 @@ from xml.sax.saxutils import escape
 
 import botocore.session
 import pytest
-import s3fs
+
+from d9d_ckpt.storage import s3_client
 
 KEY, SECRET = "accesskey123", "secretsecretsecret"
 BUCKET = "bucket"
@@ -46,11 +47,7 @@ def use(endpoint: str, patch: pytest.MonkeyPatch) -> None:
 
 def close_clients() -> None:
     """End the connections of every client of this process, and forget the clients."""
-    for fs in list(s3fs.S3FileSystem._cache.values()):
-        if fs._s3 is not None:
-            s3fs.S3FileSystem.close_session(fs.loop, fs._s3)
-            fs._s3 = None
-    s3fs.S3FileSystem.clear_instance_cache()
+    s3_client.forget()
 
 
 @dataclass(frozen=True)
@@ -275,6 +272,7 @@ class Fault:
         kind: ``status``; ``reset`` before an answer; ``lost``: done, but the connection is reset
             before the answer; ``cut`` and ``torn``: ``after`` bytes of the body, then the connection
             ends or is reset; ``stall``: no answer; ``hang``: ``after`` bytes, then nothing more;
+            ``slow``: the body comes ``after`` bytes at a time, 20 times a second;
             ``whole``: the range is ignored; ``call``: done after ``call`` was called.
         times: How many requests.
         status: Of the answer.
@@ -314,6 +312,7 @@ class Stub:
         faults: What is still to go wrong.
         conditional: Whether ``If-None-Match`` and ``If-Match`` are honoured.
         page: Keys in a page of a listing.
+        drag: Seconds for every 256 KiB of a body that it takes.
         seen: The server as tests look at it.
     """
 
@@ -332,7 +331,7 @@ class Stub:
         self.open: dict[str, Held] = {}
         self.log: list[Seen] = []
         self.faults: list[Fault] = []
-        self.conditional, self.page = True, 1000
+        self.conditional, self.page, self.drag = True, 1000, 0.0
 
     def __enter__(self) -> Self:
         self._start(0)
@@ -372,6 +371,11 @@ class Stub:
         """Ranges or part numbers of an operation's requests."""
         return [s.detail for s in self.log if s.op == op]
 
+    def begun(self, key: str) -> None:
+        """Begin an upload that nobody will end."""
+        with self.lock:
+            self.open[f"left-{len(self.open)}"] = Held(key)
+
     def names(self, under: str = "") -> list[str]:
         """Objects under this test's prefix."""
         start = f"{BUCKET}/{self.seen.prefix}"
@@ -403,6 +407,8 @@ class _Http(ThreadingHTTPServer):
     def get_request(self):
         made, address = super().get_request()
         made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if self.stub.drag:
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
         self.connections.add(made)
         return made, address
 
@@ -486,10 +492,20 @@ class _Handler(BaseHTTPRequestHandler):
         if self.headers.get("Expect", "").lower() == "100-continue":
             self.send_response_only(100)
             self.end_headers()
-        data = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        data = self._taken(int(self.headers.get("Content-Length") or 0))
         if "aws-chunked" in self.headers.get("Content-Encoding", ""):
             raise AssertionError("bodies are sent plainly")
         return data
+
+    def _taken(self, nbytes: int) -> bytes:
+        if not self.server.stub.drag:
+            return self.rfile.read(nbytes)
+        pieces = []
+        while nbytes:
+            pieces.append(self.rfile.read(min(nbytes, 256 << 10)))
+            nbytes -= len(pieces[-1])
+            time.sleep(self.server.stub.drag)
+        return b"".join(pieces)
 
     def _answer(
         self, status: int, body: bytes, headers: dict[str, str], fault: Fault | None = None
@@ -503,6 +519,11 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", size)
         self.end_headers()
         if self.command == "HEAD":
+            return
+        if fault is not None and fault.kind == "slow":
+            for low in range(0, len(body), fault.after):
+                self.wfile.write(body[low : low + fault.after])
+                time.sleep(0.05)
             return
         if fault is not None and fault.kind in ("cut", "torn", "hang"):
             self.wfile.write(body[: fault.after])

@@ -247,6 +247,103 @@ def test_claim_is_given_once(store, tmp_path):
     assert store.read(url, 0, 5) == b"first"
 
 
+@pytest.mark.parametrize("call", ["ftruncate", "pwrite", "link"])
+def test_a_claim_that_fails_leaves_nothing(store, tmp_path, monkeypatch, call):
+    with monkeypatch.context() as patched:
+        patched.setattr(os, call, failing(errno.ENOSPC))
+        with pytest.raises(StorageError, match=r"No space left.* free"):
+            store.claim(str(tmp_path / "d" / "claim"), b"mine")
+    assert os.listdir(tmp_path / "d") == []
+    assert store.claim(str(tmp_path / "d" / "claim"), b"mine")
+
+
+def test_a_claim_and_its_directories_are_durable_before_they_are_relied_on(
+    store, tmp_path, monkeypatch
+):
+    synced, link = [], os.link
+
+    def linked(source, target):
+        assert source in synced
+        assert {str(tmp_path), str(tmp_path / "a")} <= set(synced)
+        link(source, target)
+
+    sync = LocalStore.sync
+    monkeypatch.setattr(LocalStore, "sync", lambda self, url: (synced.append(url), sync(self, url)))
+    monkeypatch.setattr(os, "link", linked)
+    assert store.claim(str(tmp_path / "a" / "b" / "claim"), b"mine")
+
+
+def failing(number):
+    """A system call that is refused."""
+
+    def call(*_, **__):
+        raise OSError(number, os.strerror(number))
+
+    return call
+
+
+def test_put_after_a_put_that_failed_writes_the_new_file(store, tmp_path, monkeypatch):
+    url = str(tmp_path / "f")
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "pwrite", failing(errno.EIO))
+        with pytest.raises(StorageError):
+            store.put(url, b"first")
+    store.put(url, b"second")
+    assert (tmp_path / "f").read_bytes() == b"second"
+
+
+def test_close_lets_go_of_everything_and_tells_of_writes_that_may_be_lost(
+    store, tmp_path, monkeypatch
+):
+    for name in ("read", "written", "other"):
+        (tmp_path / name).write_bytes(b"x")
+    store.read(str(tmp_path / "read"), 0, 1)
+    store.write(str(tmp_path / "written"), 0, memoryview(b"y"))
+    store.write(str(tmp_path / "other"), 0, memoryview(b"y"))
+    close, closed = os.close, []
+
+    def refused(fd):
+        close(fd)
+        closed.append(fd)
+        raise OSError(errno.EIO, "lost")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "close", refused)
+        with pytest.raises(StorageError, match=r"close .*written: lost"):
+            store.close()
+    assert len(closed) == 3
+    store.close()
+
+
+def test_close_of_what_was_only_read_is_no_failure(store, tmp_path, monkeypatch):
+    (tmp_path / "f").write_bytes(b"x")
+    store.read(str(tmp_path / "f"), 0, 1)
+    close = os.close
+
+    def refused(fd):
+        close(fd)
+        raise OSError(errno.EIO, "lost")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "close", refused)
+        store.close()
+    assert store.read(str(tmp_path / "f"), 0, 1) == b"x"
+
+
+def test_a_full_disk_is_told_although_the_directory_is_not_there(store, tmp_path, monkeypatch):
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "mkdir", failing(errno.ENOSPC))
+        with pytest.raises(StorageError, match=r"No space left.* free"):
+            store.create(str(tmp_path / "a" / "b"), 1)
+
+
+def test_free_of_a_path_that_cannot_be_looked_at(store, tmp_path, monkeypatch):
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "stat", failing(errno.EIO))
+        with pytest.raises(StorageError, match="statvfs"):
+            store.free(str(tmp_path))
+
+
 def test_delete_takes_files_directories_and_nothing(store, tmp_path):
     (tmp_path / "d" / "e").mkdir(parents=True)
     (tmp_path / "d" / "e" / "f").write_bytes(b"x")

@@ -2,10 +2,11 @@
 
 from itertools import pairwise
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from d9d_ckpt.storage.ranges import GAP, LARGEST, Request, coalesced
+from d9d_ckpt.storage.ranges import GAP, LARGEST, Filling, Request, coalesced, fillings
 
 OFFSETS = st.lists(st.integers(0, 300), max_size=30)
 
@@ -64,6 +65,40 @@ def test_the_usual_limits(offsets, nbytes):
         starts = sorted(offsets[n] for n in r.runs)
         assert r.nbytes <= LARGEST
         assert all(b - a - nbytes <= GAP for a, b in pairwise(starts))
+
+
+def views(*sizes):
+    return [memoryview(bytearray(n)) for n in sizes]
+
+
+def test_bytes_fill_views_one_after_the_other():
+    out = views(3, 0, 2, 4)
+    filling = Filling(out)
+    assert (filling.nbytes, filling.done) == (9, 0)
+    for piece in (b"ab", b"cde", b"", b"f", b"ghi"):
+        filling.put(piece)
+    assert filling.done == 9
+    assert [bytes(v) for v in out] == [b"abc", b"", b"de", b"fghi"]
+
+
+def test_more_bytes_than_are_missing_are_an_error():
+    with pytest.raises(IndexError):
+        Filling(views(2)).put(b"abc")
+
+
+@given(st.lists(st.integers(0, 30), max_size=8), st.integers(1, 40))
+def test_views_in_groups(sizes, largest):
+    out = views(*sizes)
+    groups = fillings(out, largest)
+    total = sum(sizes)
+    assert [g.nbytes for g in groups[:-1]] == [largest] * (len(groups) - 1)
+    assert sum(g.nbytes for g in groups) == total
+    assert all(g.nbytes for g in groups)
+    content = bytes(n % 251 for n in range(total))
+    for group in groups:
+        group.put(content[: group.nbytes])
+        content = content[group.nbytes :]
+    assert b"".join(out) == bytes(n % 251 for n in range(total))
 
 
 def _longest_hole(wanted):

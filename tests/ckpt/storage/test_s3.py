@@ -1,14 +1,17 @@
 """S3: requests of our own against real servers, and against one that misbehaves as it is told."""
 
+import multiprocessing
 import threading
 import time
+import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
+import fsspec.config
 import pytest
 
-from d9d_ckpt.errors import CkptError, CorruptError, MissingError, StorageError
-from d9d_ckpt.storage import s3
+from d9d_ckpt.errors import CkptError, CorruptError, MissingError, StorageError, UsageError
+from d9d_ckpt.storage import s3, s3_client
 from d9d_ckpt.storage.opening import store_for
 from d9d_ckpt.storage.retry import Patience, persist
 from d9d_ckpt.storage.s3 import S3Store
@@ -24,6 +27,12 @@ def patience(monkeypatch, **limits):
     """Short limits for the rest of a test."""
     short = {"first_pause": 0.01, "longest_pause": 0.02} | limits
     monkeypatch.setattr(s3, "persist", partial(persist, patience=Patience(**short)))
+
+
+def impatient(stub, stall):
+    """A store that breaks off what has not moved for so many seconds."""
+    limits = {"read_timeout": stall, "connect_timeout": stall}
+    return store_for(stub.seen.url, {**stub.seen.options, "config_kwargs": limits})
 
 
 @pytest.fixture
@@ -412,8 +421,8 @@ def test_d13_a_body_that_breaks_off_again_and_again(stub, store):
     assert starts[-1] > starts[0]
 
 
-def test_d14_a_body_that_stops_coming_goes_on_from_there(stub, store, monkeypatch):
-    patience(monkeypatch, attempt=0.5)
+def test_d14_a_body_that_stops_coming_goes_on_from_there(stub, quick):
+    store = impatient(stub, 0.5)
     stub.seen.put("a", BYTES)
     stub.fail("get", "hang", after=3 << 20)
     started = time.monotonic()
@@ -422,20 +431,43 @@ def test_d14_a_body_that_stops_coming_goes_on_from_there(stub, store, monkeypatc
     assert spans(stub)[1] == (3 << 20, len(BYTES) - 1)
 
 
-def test_d14_a_part_that_is_never_answered_once(stub, store, monkeypatch):
-    patience(monkeypatch, attempt=0.3)
+def test_d14_a_part_that_is_never_answered_once(stub, quick):
     stub.fail("part", "stall")
-    everything(store, f"{stub.seen.url}/d")
+    everything(impatient(stub, 0.3), f"{stub.seen.url}/d")
+
+
+def test_d14_a_body_that_keeps_coming_may_take_its_time(stub, quick):
+    """Five times as long as an attempt may stall."""
+    stub.seen.put("a", BYTES)
+    stub.fail("get", "slow", after=len(BYTES) // 30)
+    started = time.monotonic()
+    assert impatient(stub, 0.3).read(f"{stub.seen.url}/a", 0, len(BYTES)) == BYTES
+    assert time.monotonic() - started > 1.4
+    assert stub.count("get") == 1
+
+
+def test_d14_a_part_that_keeps_going_may_take_its_time(stub, quick):
+    """What the server takes is progress: 3 s for a part, of which none may stall for 1.2."""
+    stub.drag = 0.05
+    stub.away()
+    stub.back()
+    part = bytes(range(256)) * (60 << 10)
+    upload = impatient(stub, 1.2).upload(f"{stub.seen.url}/big")
+    started = time.monotonic()
+    upload.put(1, 0, memoryview(part))
+    assert time.monotonic() - started > 2.4
+    upload.complete()
+    assert stub.count("part") == 1
+    assert stub.seen.get("big") == part
 
 
 @pytest.mark.parametrize("op", OPERATIONS)
-def test_d14_no_answer_ends_in_bounded_time(stub, store, op, monkeypatch):
-    patience(monkeypatch, tries=2, attempt=0.2)
+def test_d14_no_answer_ends_in_bounded_time(stub, op, monkeypatch):
+    patience(monkeypatch, tries=2)
+    store = impatient(stub, 0.2)
     stub.fail(op, "stall", times=9)
     started = time.monotonic()
-    with pytest.raises(
-        StorageError, match=r"gave up after 2 tries in .*no answer within"
-    ) as raised:
+    with pytest.raises(StorageError, match=r"gave up after 2 tries in .*timeout") as raised:
         once(store, f"{stub.seen.url}/a", op)
     assert time.monotonic() - started < 2
     assert f"{stub.seen.url}/a" in str(raised.value)
@@ -471,6 +503,276 @@ def test_an_object_that_is_replaced_between_two_tries_is_not_mixed(stub, store):
     except CkptError:
         return
     assert found in (old, new)
+
+
+# -- many ranges at once -----------------------------------------------------------------------
+
+
+@pytest.fixture
+def ranges(stub, store, monkeypatch):
+    """An object of 4 MiB that is read in four ranges."""
+    monkeypatch.setattr(s3, "_STREAM", 1 << 20)
+    stub.seen.put("a", bytes(4 << 20))
+    return f"{stub.seen.url}/a"
+
+
+def test_after_a_range_has_failed_nothing_is_written_any_more(stub, store, ranges):
+    stub.fail("get", status=403, code="AccessDenied")
+    stub.fail("get", "slow", times=3, after=100_000)
+    buffer = bytearray(b"x") * (4 << 20)
+    with pytest.raises(StorageError, match="AccessDenied"):
+        store.read_into(ranges, 0, [memoryview(buffer)])
+    found = bytes(buffer)
+    time.sleep(0.8)
+    assert bytes(buffer) == found
+    assert b"x" in found
+
+
+def test_the_ranges_beside_one_that_has_failed_are_not_tried_again(
+    stub, store, ranges, monkeypatch
+):
+    patience(monkeypatch, first_pause=60, longest_pause=60)
+    stub.fail("get", status=403, code="AccessDenied")
+    stub.fail("get", times=3)
+    started = time.monotonic()
+    with pytest.raises(StorageError, match="AccessDenied"):
+        store.read(ranges, 0, 4 << 20)
+    assert time.monotonic() - started < 2
+    assert stub.count("get") <= 4
+
+
+def test_runs_that_fail_write_nothing_any_more(stub, store, ranges):
+    stub.fail("get", status=403, code="AccessDenied")
+    stub.fail("get", "slow", times=3, after=10_000)
+    buffer = bytearray(b"x") * 400_000
+    offsets = [0, 1 << 20, 2 << 20, 3 << 20]
+    with pytest.raises(StorageError, match="AccessDenied"):
+        store.read_runs(ranges, offsets, 100_000, memoryview(buffer))
+    found = bytes(buffer)
+    time.sleep(0.8)
+    assert bytes(buffer) == found
+
+
+# -- a busy server -----------------------------------------------------------------------------
+
+
+def test_d13_after_503_fewer_are_in_flight(stub, quick):
+    here, most, lock = [0], [0], threading.Lock()
+
+    def stay(_):
+        with lock:
+            here[0] += 1
+            most[0] = max(most[0], here[0])
+        time.sleep(0.2)
+        with lock:
+            here[0] -= 1
+
+    def put_twenty():
+        most[0] = 0
+        at_once(20, lambda n: store.put(f"{stub.seen.url}/{n}", b"1"))
+        return most[0]
+
+    # Options of its own: the turns are those of all stores with the same.
+    store = store_for(stub.seen.url, {**stub.seen.options, "config_kwargs": {"user_agent": "busy"}})
+    stub.fail("put", "call", times=20, call=stay)
+    assert put_twenty() > 14
+    stub.fail("put", times=20, call=stay)
+    stub.fail("put", "call", times=40, call=stay)
+    put_twenty()
+    assert [s.fault for s in stub.log].count("status") == 20
+    assert put_twenty() <= 14
+
+
+def at_once(count, work):
+    with ThreadPoolExecutor(count) as pool:
+        list(pool.map(work, range(count)))
+
+
+# -- what is sent ------------------------------------------------------------------------------
+
+
+def test_a_part_is_sent_from_where_it_is(rclone):
+    part = memoryview(bytes(range(256)) * (128 << 10))
+    store = store_for(rclone.url, rclone.options)
+    store.names(rclone.url)
+    upload = store.upload(f"{rclone.url}/big")
+    tracemalloc.start()
+    try:
+        upload.put(1, 0, part)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    upload.complete()
+    assert rclone.get("big") == part
+    assert peak < len(part) / 8
+
+
+# -- uploads that nobody will end --------------------------------------------------------------
+
+
+def left(server, *names):
+    for name in names:
+        server.client.create_multipart_upload(Bucket="bucket", Key=server.prefix + name)
+
+
+def test_d14_an_object_is_begun_without_what_was_left_of_it(moto):
+    left(moto, "big", "big", "bigger", "big/er", "other")
+    store = store_for(moto.url, moto.options)
+    upload = store.upload(f"{moto.url}/big")
+    names = [key.removeprefix(moto.prefix) for key in moto.uploads()]
+    assert sorted(names) == ["big", "bigger", "other"]
+    upload.put(1, 0, memoryview(b"1"))
+    upload.complete()
+    assert moto.get("big") == b"1"
+
+
+def test_d14_what_is_deleted_cannot_come_to_be_any_more(moto):
+    left(moto, "d/a", "d/sub/b", "dd/c", "d.txt")
+    moto.put("d/x", b"1")
+    store_for(moto.url, moto.options).delete(f"{moto.url}/d")
+    assert moto.objects() == {}
+    names = [key.removeprefix(moto.prefix) for key in moto.uploads()]
+    assert sorted(names) == ["d.txt", "dd/c"]
+
+
+@pytest.mark.parametrize("code", ["NotImplemented", "MethodNotAllowed", "AccessDenied"])
+def test_who_may_not_list_uploads_sends_all_the_same(stub, store, code):
+    status = {"NotImplemented": 501, "MethodNotAllowed": 405, "AccessDenied": 403}[code]
+    stub.fail("uploads", times=99, status=status, code=code)
+    everything(store, f"{stub.seen.url}/d")
+
+
+# -- connections -------------------------------------------------------------------------------
+
+
+def test_one_signature_serves_all_ranges_of_an_object_for_a_while(stub, quick, monkeypatch):
+    stub.seen.put("a", BYTES)
+    store, url = store_for(stub.seen.url, stub.seen.options), f"{stub.seen.url}/a"
+    for low in range(10):
+        assert store.read(url, low, 5) == BYTES[low : low + 5]
+    signed = store._s3.signed["bucket", f"{stub.seen.prefix}a"]
+    assert "Authorization" in signed.headers
+    store.read(url, 0, 1)
+    assert store._s3.signed["bucket", f"{stub.seen.prefix}a"] is signed
+    monkeypatch.setattr(s3_client, "_FRESH", -1.0)
+    store.read(url, 0, 1)
+    assert store._s3.signed["bucket", f"{stub.seen.prefix}a"] is not signed
+
+
+def test_keys_that_need_escaping_are_read(rclone):
+    """rclone checks signatures."""
+    names = ["a b", "ä+&", "x=%41", "q'(1)~"]
+    store = store_for(rclone.url, rclone.options)
+    for n in names:
+        rclone.put(n, n.encode())
+        assert store.read(f"{rclone.url}/{n}", 0, len(n.encode())) == n.encode()
+
+
+def test_a_wrong_secret_is_refused(rclone, fresh):
+    rclone.put("a", b"1")
+    store = store_for(rclone.url, {**rclone.options, "key": "accesskey123", "secret": "wrong"})
+    with pytest.raises(StorageError, match="SignatureDoesNotMatch"):
+        store.read(f"{rclone.url}/a", 0, 1)
+
+
+def test_without_a_signature(moto, fresh, monkeypatch):
+    """Public buckets, on a machine without credentials."""
+    moto.client.put_object(Bucket="bucket", Key=moto.prefix + "a", Body=b"1", ACL="public-read")
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    for anon in (True, "true"):
+        store = store_for(moto.url, {**moto.options, "anon": anon})
+        assert store.read(f"{moto.url}/a", 0, 1) == b"1"
+        assert "Authorization" not in store._s3.signed["bucket", moto.prefix + "a"].headers
+
+
+def test_a_profile(rclone, fresh, monkeypatch, tmp_path):
+    file = tmp_path / "credentials"
+    file.write_text(
+        "[other]\naws_access_key_id = accesskey123\naws_secret_access_key = secretsecretsecret\n"
+    )
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(file))
+    rclone.put("a", b"1")
+    store = store_for(rclone.url, {**rclone.options, "profile": "other"})
+    assert store.read(f"{rclone.url}/a", 0, 1) == b"1"
+
+
+def test_a_token_goes_along(stub, quick):
+    options = {**stub.seen.options, "key": "k", "secret": "s", "token": "temporary"}
+    stub.seen.put("a", b"1")
+    store = store_for(stub.seen.url, options)
+    assert store.read(f"{stub.seen.url}/a", 0, 1) == b"1"
+    headers = store._s3.signed["bucket", f"{stub.seen.prefix}a"].headers
+    assert headers["X-Amz-Security-Token"] == "temporary"
+
+
+def test_options_of_the_client_as_json(moto, fresh, monkeypatch):
+    moto.put("a", b"1")
+    monkeypatch.delenv("AWS_ENDPOINT_URL")
+    options = {
+        "client_kwargs": f'{{"endpoint_url": "{moto.endpoint}", "region_name": "eu-west-1"}}',
+        "config_kwargs": '{"s3": {"addressing_style": "path"}}',
+    }
+    store = store_for(moto.url, options)
+    assert store.read(f"{moto.url}/a", 0, 1) == b"1"
+    assert store._s3.client.meta.region_name == "eu-west-1"
+
+
+def test_what_fsspec_is_configured_with(moto, fresh, monkeypatch):
+    moto.put("a", b"1")
+    monkeypatch.delenv("AWS_ENDPOINT_URL")
+    monkeypatch.setitem(fsspec.config.conf, "s3", {"endpoint_url": moto.endpoint})
+    monkeypatch.setenv("FSSPEC_S3_ENDPOINT_URL", moto.endpoint)
+    assert store_for(moto.url, {}).read(f"{moto.url}/a", 0, 1) == b"1"
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"requester_pays": True}, "requester_pays: not known for s3://; known are key, secret"),
+        ({"anon": "perhaps"}, "anon=perhaps: must be true or false"),
+        ({"client_kwargs": "{"}, "client_kwargs={: not JSON"),
+        ({"config_kwargs": "3"}, "config_kwargs=3: must be a JSON object"),
+        ({"config_kwargs": {"no_such": 1}}, "no_such"),
+        ({"client_kwargs": {"no_such": 1}}, "no_such"),
+        ({"profile": "nobody"}, "nobody"),
+    ],
+)
+def test_options_that_are_not_known_are_refused(stub, fresh, options, text):
+    with pytest.raises(UsageError) as raised:
+        store_for(stub.seen.url, options)
+    assert text in str(raised.value)
+
+
+def test_a_fork_has_connections_of_its_own(rclone):
+    """Two processes on one socket would get each other's bytes."""
+    rclone.put("a", BYTES)
+    store = store_for(rclone.url, rclone.options)
+    assert store.read(f"{rclone.url}/a", 0, 5) == BYTES[:5]
+    fork = multiprocessing.get_context("fork")
+    queue = fork.SimpleQueue()
+
+    def child():
+        own = store_for(rclone.url, rclone.options)
+        queue.put((own._s3.client is store._s3.client, own.read(f"{rclone.url}/a", 1, 5)))
+
+    process = fork.Process(target=child)
+    process.start()
+    assert queue.get() == (False, BYTES[1:6])
+    process.join()
+    assert store.read(f"{rclone.url}/a", 2, 5) == BYTES[2:7]
+
+
+def test_no_thread_is_left_behind(rclone):
+    """One that stayed would keep later local work from being shared by processes."""
+    rclone.put("a", BYTES)
+    before = threading.active_count()
+    store = store_for(rclone.url, rclone.options)
+    out = bytearray(300)
+    store.read_runs(f"{rclone.url}/a", [0, 1 << 20, 3 << 20], 100, memoryview(out))
+    assert threading.active_count() == before
 
 
 # -- listings ----------------------------------------------------------------------------------
