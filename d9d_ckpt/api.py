@@ -4,7 +4,7 @@ import gc
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,9 +12,16 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from d9d_ckpt.errors import CkptError, DestinationError, RequestError, UsageError
+from d9d_ckpt.codecs.zstd import parse_codec
+from d9d_ckpt.errors import (
+    CkptError,
+    DestinationError,
+    RequestError,
+    StorageError,
+    UsageError,
+)
 from d9d_ckpt.formats.base import Opened, Sink
-from d9d_ckpt.formats.claim import Claim
+from d9d_ckpt.formats.claim import Claim, is_temporary
 from d9d_ckpt.formats.existing import superseded
 from d9d_ckpt.formats.huggingface_sink import HuggingFaceSink
 from d9d_ckpt.formats.opening import open_checkpoint
@@ -36,6 +43,7 @@ from d9d_ckpt.models.select import (
     select,
     to_names_of,
 )
+from d9d_ckpt.plan.assign import Lot, columns, members, units
 from d9d_ckpt.plan.explain import RankCost, amplification, costs
 from d9d_ckpt.plan.lower import lower
 from d9d_ckpt.plan.plan import Plan
@@ -48,7 +56,7 @@ from d9d_ckpt.run.commit import Destination
 from d9d_ckpt.run.compare import Compared, compare, difference
 from d9d_ckpt.run.directory import Directory
 from d9d_ckpt.run.execute import Done, Work, execute, new_save_id, together
-from d9d_ckpt.run.journal import Blocks, finished
+from d9d_ckpt.run.journal import Finished, finished
 from d9d_ckpt.run.ranks import Ranks, open_ranks
 from d9d_ckpt.run.retention import Policy, Pruned
 from d9d_ckpt.run.retention import prune as prune_run
@@ -58,8 +66,8 @@ from d9d_ckpt.run.verify import verify as verify_opened
 from d9d_ckpt.run.workers import Progress, forking
 from d9d_ckpt.storage.local import LocalStore
 from d9d_ckpt.storage.opening import normalise, store_for
-from d9d_ckpt.storage.store import Options, is_local, join
-from d9d_ckpt.tensors import DType, dtype_from_torch, parse_bytes
+from d9d_ckpt.storage.store import Options, is_local
+from d9d_ckpt.tensors import BLOCK, DType, dtype_from_torch, parse_bytes
 
 _IN_FLIGHT = 16
 """Requests to remote stores at once."""
@@ -80,6 +88,7 @@ class Settings:
         mapping: The user's own graph in place of a family.
         hf_experts: ``split`` or ``fused``: how a Hugging Face target stores experts.
         dtype: ``keep``, or the torch dtype that floats are cast to.
+        codec: ``none``, ``zstd`` or ``zstd:LEVEL``: how chunks of a sharded target are stored.
         dequantize: Turn fp8 weights with their scales into ``dtype``, bfloat16 when that is ``keep``.
         max_shard_size: Bytes of a Hugging Face file.
         memory: Bytes of tensor data in flight in a process.
@@ -100,6 +109,7 @@ class Settings:
     mapping: UserMapping | None = None
     hf_experts: str | None = None
     dtype: str = "keep"
+    codec: str = "none"
     dequantize: bool = False
     max_shard_size: str | int = "5GB"
     memory: str | int = "1GiB"
@@ -158,21 +168,26 @@ class PlanReport:
 
 
 @contextmanager
-def _uncollected() -> Iterator[None]:
-    """No garbage collection: a catalogue is many small objects without cycles.
+def _walk() -> Iterator[None]:
+    """What every call does: errors of the file system come out as ours, garbage is not collected.
 
-    Walking them again and again as they are made is most of the time: opening 204,363 tensors takes
-    3.2 s with the collector and 0.9 s without.
+    A catalogue is many small objects without cycles. Walking them again and again as they are made is
+    most of the time: opening 204,363 tensors takes 3.2 s with the collector and 0.9 s without.
     """
     was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
+    except CkptError:
+        raise
+    except OSError as error:
+        raise StorageError(f"{error.filename or 'storage'}: {error.strerror or error}") from error
     finally:
         if was_enabled:
             gc.enable()
 
 
+@_walk()
 def open(
     url: str, *, step: int | None = None, storage_options: Options | None = None
 ) -> Checkpoint:
@@ -190,8 +205,7 @@ def open(
     url = normalise(url)
     store = store_for(url, options)
     try:
-        with _uncollected():
-            return Checkpoint(open_checkpoint(store, url, step), Reader(url, options))
+        return Checkpoint(open_checkpoint(store, url, step), Reader(url, options))
     finally:
         store.close()
 
@@ -225,7 +239,7 @@ def reshard(
     return _written(source, normalise(destination), want, watch)
 
 
-@_uncollected()
+@_walk()
 def _written(source: str, destination: str, want: Settings, watch: Watch | None) -> Report:
     started = time.monotonic()
     ranks = open_ranks()
@@ -243,7 +257,7 @@ def _written(source: str, destination: str, want: Settings, watch: Watch | None)
     return _report(made, destination, want, done, time.monotonic() - started)
 
 
-@_uncollected()
+@_walk()
 def plan(source: str, *, load: bool = False, **settings: Any) -> PlanReport:
     """What `convert` would do, or with ``load`` what each rank of the layout would read at resume.
 
@@ -254,7 +268,8 @@ def plan(source: str, *, load: bool = False, **settings: Any) -> PlanReport:
     started = time.monotonic()
     made = _planned(source, None, want, load=load)
     world = made.topology.world if made.topology is not None else 1
-    ranks = tuple(costs(made.plan, world, limits(_size(want.memory)), whole_blocks=not load))
+    limit = limits(_size(want.memory), encoded=made.plan.encoded)
+    ranks = tuple(costs(made.plan, world, limit, whole_blocks=not load))
     return PlanReport(
         ranks=ranks,
         bytes_read=sum(r.bytes_read for r in ranks),
@@ -266,6 +281,7 @@ def plan(source: str, *, load: bool = False, **settings: Any) -> PlanReport:
     )
 
 
+@_walk()
 def graph(source: str, tensor: str, **settings: Any) -> tuple[Node, Mapping[int, str]]:
     """The graph of one target tensor, and the source tensor of each of its chunks, by identity.
 
@@ -281,6 +297,7 @@ def graph(source: str, tensor: str, **settings: Any) -> tuple[Node, Mapping[int,
     return nodes[tensor], {id(c): name for name, e in entries.items() for c in e.chunks}
 
 
+@_walk()
 def verify(
     url: str,
     *,
@@ -298,11 +315,21 @@ def verify(
     return verify_opened(opened, storage_options or {}, workers or _cores(), progress)
 
 
+@_walk()
 def diff(
-    a: str, b: str, *, rtol: float = 0.0, atol: float = 0.0, storage_options: Options | None = None
+    a: str,
+    b: str,
+    *,
+    rtol: float = 0.0,
+    atol: float = 0.0,
+    step: int | None = None,
+    storage_options: Options | None = None,
 ) -> Compared:
-    """Two checkpoints by value; of different formats, both by their family's Hugging Face names."""
-    left, right = (open(url, storage_options=storage_options) for url in (a, b))
+    """Two checkpoints by value; of different formats, both by their family's Hugging Face names.
+
+    ``step`` is that of both, which must be run directories then.
+    """
+    left, right = (open(url, step=step, storage_options=storage_options) for url in (a, b))
     nodes = [_nodes(c) for c in (left, right)]
     if left.format != right.format:
         sources = [_source(c, n) for c, n in zip((left, right), nodes, strict=True)]
@@ -310,7 +337,7 @@ def diff(
     return compare(nodes[0], nodes[1], (left.reader, right.reader), (rtol, atol))
 
 
-@_uncollected()
+@_walk()
 def list_steps(url: str, *, storage_options: Options | None = None) -> Run:
     """Every step of a run directory: whole or why not, its size, and which is the latest whole one.
 
@@ -326,7 +353,7 @@ def list_steps(url: str, *, storage_options: Options | None = None) -> Run:
         store.close()
 
 
-@_uncollected()
+@_walk()
 def prune(
     url: str,
     *,
@@ -379,7 +406,8 @@ def _planned(
     elif load:
         requests = held_requests(selected.mapped, topology)
     else:
-        requests = stored_requests(selected.mapped, topology)
+        largest = BLOCK if parse_codec(want.codec) is not None else None
+        requests = stored_requests(selected.mapped, topology, largest=largest)
     return Planned(checkpoint, selected, lower(requests), topology)
 
 
@@ -387,8 +415,6 @@ def _begun(made: Planned, destination: str, want: Settings) -> Claim | None:
     """The claim of the interrupted run to go on with, if there is one."""
     if not want.resume:
         return None
-    if not is_local(destination):
-        raise UsageError("--resume goes on with local destinations only, so far")
     store = store_for(destination, want.storage_options)
     try:
         return interrupted(store, destination, _request(made, want), take_over=want.take_over)
@@ -406,6 +432,7 @@ def _request(made: Planned, want: Settings) -> dict[str, str]:
         "--to": want.to,
         "--layout": json.dumps(layout),
         "--dtype": want.dtype,
+        "--codec": want.codec,
         "--dequantize": str(want.dequantize),
         "--hf-experts": str(want.hf_experts),
         "--copy-tied": str(want.copy_tied),
@@ -418,17 +445,24 @@ def _work(
     made: Planned, destination: str, want: Settings, save_id: str, workers: int, *, again: bool
 ) -> Work:
     small = _small_files(made.checkpoint, made.selected, want)
-    sink = _sink(want, made, small, save_id)
     source = made.checkpoint.opened.url
+    codec = parse_codec(want.codec)
+    lots: list[Lot] = (
+        columns(made.plan)
+        if codec is not None
+        else [(unit,) for unit in units(made.plan, small=not is_local(source))]
+    )
+    place = _destination(destination, want, _request(made, want), again=again)
+    sink = _sink(want, made, small, save_id, lots, place)
     remote = not (is_local(source) and is_local(destination))
     if remote:
         # Requests cost milliseconds each: many at once, as far as their buffers fit.
         workers = max(1, min(max(workers, _IN_FLIGHT), _size(want.memory) // (3 * PART)))
     arrangement = sink.arrange(made.plan.targets)
-    place = _destination(destination, want, _request(made, want), again=again)
-    done: Blocks = {}
-    if again and isinstance(place, Directory):
-        done = finished(place.store, place.url, save_id, arrangement, made.plan)
+    done = Finished()
+    if again:
+        threads = 1 if isinstance(place, Directory) else workers
+        done = finished(place, save_id, arrangement, made.plan, threads)
     return Work(
         plan=made.plan,
         sink=sink,
@@ -437,10 +471,13 @@ def _work(
         done=done,
         source=source,
         options=want.storage_options,
-        limit=_limit(want, source, destination, workers),
+        limit=_limit(made, want, destination, workers),
         workers=workers,
         save_id=save_id,
         small=small,
+        lots=lots,
+        codec=codec,
+        committed=place.old.save_id == save_id,
     )
 
 
@@ -451,15 +488,16 @@ def _destination(
     old = superseded(store, url)
     if isinstance(store, LocalStore):
         return Directory(store, url, old, request, again)
-    return Bucket(store, url, old)
+    return Bucket(store, url, old, request, again)
 
 
-def _limit(want: Settings, source: str, destination: str, workers: int) -> Limits:
-    memory = _size(want.memory)
+def _limit(made: Planned, want: Settings, destination: str, workers: int) -> Limits:
+    memory, source = _size(want.memory), made.checkpoint.opened.url
+    encoded = made.plan.encoded
     if forking(source, destination):
-        return limits(memory)
+        return limits(memory, encoded=encoded)
     part = 0 if is_local(destination) else PART
-    return limits(memory, workers, remote=not is_local(source), part=part)
+    return limits(memory, workers, remote=not is_local(source), encoded=encoded, part=part)
 
 
 def _check_words(want: Settings) -> None:
@@ -467,6 +505,8 @@ def _check_words(want: Settings) -> None:
         raise UsageError(f"--to {want.to}: not available yet; sharded and huggingface are")
     if want.hf_experts not in (None, "split", "fused"):
         raise UsageError(f"--hf-experts {want.hf_experts}: must be split or fused")
+    if parse_codec(want.codec) is not None and want.to != "sharded":
+        raise UsageError(f"--codec {want.codec}: only sharded targets can be encoded; drop it")
     if want.copy_tied and want.to == "sharded":
         raise UsageError("--copy-tied is about a Hugging Face target; drop it")
     if want.hf_experts and want.to == "sharded":
@@ -577,7 +617,7 @@ def _check_destination(source: str, destination: str, want: Settings) -> None:
     store = store_for(destination, want.storage_options)
     if is_local(destination) and Path(destination).is_file():
         raise DestinationError(f"{destination}: is a file; a checkpoint is a directory")
-    names = store.names(destination)
+    names = [name for name in store.names(destination) if not is_temporary(name)]
     if names and not want.overwrite and not want.resume:
         raise DestinationError(
             f"{destination}: not empty ({', '.join(names[:4])}{', ...' if len(names) > 4 else ''}); "
@@ -608,8 +648,8 @@ def _small_files(checkpoint: Checkpoint, selected: Selected, want: Settings) -> 
     store = store_for(o.url, want.storage_options)
     try:
         out = {
-            name: store.read(join(o.url, name), 0, store.size(join(o.url, name)))
-            for name in o.small
+            name: store.read(place, 0, store.size(place))
+            for name, place in ((name, o.place(name)) for name in o.small)
         }
     finally:
         store.close()
@@ -633,10 +673,17 @@ def _dominant(selected: Selected) -> str | None:
     return max(sizes, key=lambda name: sizes[name], default=None)
 
 
-def _sink(want: Settings, made: Planned, small: Mapping[str, bytes], save_id: str) -> Sink:
+def _sink(
+    want: Settings,
+    made: Planned,
+    small: Mapping[str, bytes],
+    save_id: str,
+    lots: Sequence[Lot],
+    place: Destination,
+) -> Sink:
     o, selected = made.checkpoint.opened, made.selected
     if made.topology is None:
-        return HuggingFaceSink(save_id, _size(want.max_shard_size), o.metadata)
+        return HuggingFaceSink(save_id, _size(want.max_shard_size), o.metadata, place.taken)
     config = json.loads(small["config.json"]) if "config.json" in small else o.config
     manifest = Manifest(
         save_id=save_id,
@@ -655,7 +702,9 @@ def _sink(want: Settings, made: Planned, small: Mapping[str, bytes], save_id: st
             "dropped": list(selected.dropped),
         },
     )
-    return ShardedSink(manifest, {name: node.spec for name, node in selected.mapped.nodes.items()})
+    specs = {name: node.spec for name, node in selected.mapped.nodes.items()}
+    columns = None if parse_codec(want.codec) is None else list(map(members, lots))
+    return ShardedSink(manifest, specs, columns)
 
 
 def _size(value: str | int) -> int:

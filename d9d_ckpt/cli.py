@@ -27,6 +27,7 @@ _FLAGS = (
     "model",
     "hf_experts",
     "dtype",
+    "codec",
     "dequantize",
     "copy_tied",
     "max_shard_size",
@@ -76,10 +77,6 @@ def _work(args: argparse.Namespace) -> None:
     for option in ("html",):
         if getattr(args, option, None):
             raise UsageError(f"--{option} is not available yet")
-    if getattr(args, "codec", "none") != "none":
-        raise UsageError(
-            f"--codec {args.codec} is not available yet; chunks are stored as they are"
-        )
     args.run(args)
 
 
@@ -130,7 +127,8 @@ def _graph(args: argparse.Namespace) -> None:
     if to is None:
         to = (
             "sharded"
-            if api.open(args.src, step=args.step).format == "huggingface"
+            if api.open(args.src, step=args.step, storage_options=_storage(args)).format
+            == "huggingface"
             else "huggingface"
         )
     node, names = api.graph(args.src, args.tensor, to=to, **_settings(args))
@@ -160,7 +158,12 @@ def _verify(args: argparse.Namespace) -> None:
 
 def _diff(args: argparse.Namespace) -> None:
     result = api.diff(
-        args.a, args.b, rtol=args.rtol, atol=args.atol, storage_options=_storage(args)
+        args.a,
+        args.b,
+        rtol=args.rtol,
+        atol=args.atol,
+        step=args.step,
+        storage_options=_storage(args),
     )
     found = {"equal": result.equal, **asdict(result)}
     _print(found, outcome.compared(found), args)
@@ -331,7 +334,7 @@ def _add_settings(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
         "--copy-tied", action="store_true", help="write a tied head as a second, real tensor"
     )
-    sub.add_argument("--codec", default="none", help="none; zstd is not available yet")
+    sub.add_argument("--codec", default="none", help="none, zstd or zstd:LEVEL (sharded targets)")
     sub.add_argument("--max-shard-size", default="5GB", help="of a huggingface file (5GB)")
     sub.add_argument("--memory", default="1GiB", help="tensor bytes in flight per process (1GiB)")
     sub.add_argument("--workers", type=int, help="local processes; default: one per core")

@@ -2,7 +2,7 @@
 
 import hashlib
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -149,11 +149,40 @@ class Region(NamedTuple):
             (*self.shape[:dim], length, *self.shape[dim + 1 :]),
         )
 
+    def slabs(self, most: int) -> "Iterator[Region]":
+        """Boxes of at most ``most`` elements that tile this one, in row-major order.
+
+        The outermost dim is cut evenly; where not even one index of it fits, the next dim is cut.
+        """
+        if self.numel <= max(most, 1):
+            yield from (self,) if self.numel else ()
+            return
+        dim = next(d for d, n in enumerate(self.shape) if n > 1)
+        total = self.shape[dim]
+        fitting = max(1, most * total // self.numel)
+        size = -(-total // -(-total // fitting))
+        for at in range(0, total, size):
+            yield from self.narrow(dim, at, min(size, total - at)).slabs(most)
+
     def within(self, outer: "Region") -> "Region":
         """This box in the coordinates of ``outer``."""
         return Region(
             tuple(a - b for a, b in zip(self.start, outer.start, strict=True)), self.shape
         )
+
+
+class Coding(NamedTuple):
+    """How the bytes of a box are encoded; they decode as one piece.
+
+    Attributes:
+        codec: Name of the codec.
+        itemsize: Bytes of an element: how many byte planes there are.
+        nbytes: Bytes of the box once decoded, ``BLOCK`` at most.
+    """
+
+    codec: str
+    itemsize: int
+    nbytes: int
 
 
 class Chunk(NamedTuple):
@@ -164,7 +193,7 @@ class Chunk(NamedTuple):
         file: URL of the file.
         offset: First byte in the file.
         nbytes: Stored bytes.
-        codec: ``none``, or how the bytes are encoded.
+        coding: How they are encoded; None where they are the elements.
         xxh3: One digest per ``BLOCK`` of stored bytes, or None where the source has none.
         strides: Elements from one index to the next of each dim, where the box is a view that is not
             row-major; ``nbytes`` then reach from its first to its last element, and none share one.
@@ -174,9 +203,14 @@ class Chunk(NamedTuple):
     file: str
     offset: int
     nbytes: int
-    codec: str = "none"
+    coding: Coding | None = None
     xxh3: tuple[int, ...] | None = None
     strides: tuple[int, ...] | None = None
+
+    @property
+    def extent(self) -> int:
+        """Bytes of the box as elements: what addresses in it count."""
+        return self.coding.nbytes if self.coding is not None else self.nbytes
 
 
 class Target(NamedTuple):
@@ -224,8 +258,8 @@ class Catalogue:
         for name, (spec, chunks) in self.entries.items():
             mark.update(f"{name} {spec.dtype.name} {spec.shape}".encode())
             for c in chunks:
-                # The hash of a tuple of numbers is the same in every process.
-                mark.update(f"{c.region} {c.file} {c.offset} {hash(c.xxh3)}".encode())
+                # The hash of a tuple of numbers is the same in every process, that of None is not.
+                mark.update(f"{c.region} {c.file} {c.offset} {hash(c.xxh3 or ())}".encode())
         return mark.hexdigest()
 
     @cached_property

@@ -13,6 +13,13 @@ OURS = ".d9d-"
 
 CLAIM = f"{OURS}claim"
 
+_TEMPORARY = ".tmp"
+
+
+def is_temporary(name: str) -> bool:
+    """Whether a file is one of ours on its way to another name, or a note for a run that goes on."""
+    return name.startswith(OURS) and name.endswith(_TEMPORARY)
+
 
 @dataclass(frozen=True, slots=True)
 class Claim:

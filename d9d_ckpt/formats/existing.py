@@ -18,13 +18,23 @@ class Superseded:
     Attributes:
         names: Its files, those that make it exist first.
         mode: Permissions of the first, which its successors take over; None for the usual ones.
+        save_id: Which save of ours it is, if it says so.
     """
 
     names: tuple[str, ...] = ()
     mode: int | None = None
+    save_id: str | None = None
 
 
 NOTHING = Superseded()
+
+_RECORDS = (MANIFEST, INDEX, SINGLE)
+"""What makes a directory a checkpoint; where there are several, the first one counts."""
+
+
+def outranking(record: str, old: Superseded) -> list[str]:
+    """What of the old checkpoint would still be taken for the checkpoint beside the new ``record``."""
+    return [name for name in _RECORDS[: _RECORDS.index(record)] if name in old.names]
 
 
 def superseded(store: Store, url: str) -> Superseded:
@@ -34,7 +44,7 @@ def superseded(store: Store, url: str) -> Superseded:
         DestinationError: It is a run directory, which its steps make, and not what lies beside them.
     """
     names = store.names(url)
-    records = [name for name in (MANIFEST, INDEX, SINGLE) if name in names]
+    records = [name for name in _RECORDS if name in names]
     if MANIFEST not in records and step_directories(names):
         raise DestinationError(
             f"{url}: is a run directory; name one of its steps, or another place"
@@ -42,6 +52,7 @@ def superseded(store: Store, url: str) -> Superseded:
     if not records:
         return NOTHING
     parts: list[str] = []
+    save_id = None
     if MANIFEST in records:
         save_id = _parsed(store, join(url, MANIFEST)).get("save_id")
         if save_id in names and any(n.startswith("rank-") for n in store.names(join(url, save_id))):
@@ -50,7 +61,8 @@ def superseded(store: Store, url: str) -> Superseded:
         weight_map = _parsed(store, join(url, INDEX)).get("weight_map")
         listed = list(weight_map.values()) if isinstance(weight_map, dict) else []
         parts += [n for n in names if n in listed and n.endswith(".safetensors")]
-    return Superseded(tuple(dict.fromkeys((*records, *parts))), store.mode(join(url, records[0])))
+    names = list(dict.fromkeys((*records, *parts)))
+    return Superseded(tuple(names), store.mode(join(url, records[0])), save_id)
 
 
 def _parsed(store: Store, url: str) -> dict[str, Any]:

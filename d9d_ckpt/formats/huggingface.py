@@ -204,7 +204,7 @@ def _entries(file: str, header: Header) -> dict[str, Entry]:
     digests = _digests(file, header)
     for name, (spec, offset) in header.tensors.items():
         whole = Region.whole(spec.shape)
-        chunk = Chunk(whole, file, offset, spec.nbytes, "none", digests.get(name))
+        chunk = Chunk(whole, file, offset, spec.nbytes, xxh3=digests.get(name))
         entries[name] = Entry(spec, (chunk,) if spec.nbytes else ())
     return entries
 

@@ -1,10 +1,10 @@
 """Writing a Hugging Face directory: shards under temporary names, the index last."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from d9d_ckpt.codecs.checksum import to_hex
-from d9d_ckpt.formats.base import Arrangement, Digests, OutFile, Record
+from d9d_ckpt.formats.base import Arrangement, Content, OutFile, Record
 from d9d_ckpt.formats.huggingface import CHECKSUMS, INDEX, SINGLE, index_json
 from d9d_ckpt.formats.safetensors import by_alignment, encode_header
 from d9d_ckpt.tensors import BLOCK, Target, TensorSpec
@@ -18,11 +18,13 @@ class HuggingFaceSink:
         save_id: Marks temporary names.
         max_shard_size: Bytes of tensors in a file at most, unless one tensor is larger.
         metadata: String metadata for every file.
+        taken: Names that files of a checkpoint have which stays until this one is complete.
     """
 
     save_id: str
     max_shard_size: int
     metadata: Mapping[str, str]
+    taken: Collection[str] = ()
 
     @property
     def plain_headers(self) -> bool:
@@ -32,10 +34,9 @@ class HuggingFaceSink:
         shards = self._shards(targets)
         files = []
         places: list[tuple[int, int]] = [(0, 0)] * len(targets)
-        for number, members in enumerate(shards):
-            name = f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
-            if len(shards) == 1:
-                name = SINGLE
+        for number, (name, members) in enumerate(
+            zip(self._names(len(shards)), shards, strict=True)
+        ):
             ordered = by_alignment([(n, targets[n].spec) for n in members])
             members = [n for n, _ in ordered]
             entries = [(targets[n].name, targets[n].spec) for n in members]
@@ -50,27 +51,30 @@ class HuggingFaceSink:
             files.append(OutFile(name, f".{self.save_id}.{name}", header, nbytes, tuple(members)))
         return Arrangement(tuple(files), tuple(places))
 
-    def header(self, arrangement: Arrangement, file: int, digests: Digests) -> bytes:
-        out = arrangement.files[file]
-        text = "".join(to_hex(x) for n in out.targets for x in digests[n])
+    def _names(self, count: int) -> list[str]:
+        """The hub's names, or, where those are taken, names that only an index tells of."""
+        if count == 1 and SINGLE not in self.taken:
+            return [SINGLE]
+        usual, unique = (
+            [f"{stem}-{n + 1:05d}-of-{count:05d}.safetensors" for n in range(count)]
+            for stem in ("model", f"model-{self.save_id}")
+        )
+        return unique if set(usual) & set(self.taken) or count == 1 else usual
+
+    def header(self, content: Content, file: int) -> bytes:
+        out = content.arrangement.files[file]
+        text = "".join(to_hex(x) for n in out.targets for x in content.digests[n])
         key = f'"{CHECKSUMS}":"'
         return out.header.replace(f"{key}{'0' * len(text)}".encode(), f"{key}{text}".encode(), 1)
 
     def record_name(self, arrangement: Arrangement) -> str:
-        return INDEX if len(arrangement.files) > 1 else SINGLE
+        return SINGLE if _single(arrangement) else INDEX
 
-    def record(
-        self,
-        targets: Sequence[Target],
-        arrangement: Arrangement,
-        digests: Digests,
-        small: Mapping[str, bytes],
-    ) -> Record | None:
-        if len(arrangement.files) == 1:
+    def record(self, content: Content) -> Record | None:
+        files, targets = content.arrangement.files, content.targets
+        if _single(content.arrangement):
             return None
-        weight_map = {
-            targets[n].name: file.name for file in arrangement.files for n in file.targets
-        }
+        weight_map = {targets[n].name: file.name for file in files for n in file.targets}
         return Record(INDEX, index_json(weight_map, sum(t.nbytes for t in targets)))
 
     def _shards(self, targets: Sequence[Target]) -> list[list[int]]:
@@ -83,6 +87,11 @@ class HuggingFaceSink:
             shards[-1].append(number)
             filled += target.nbytes
         return shards
+
+
+def _single(arrangement: Arrangement) -> bool:
+    """Whether a file makes the checkpoint by itself."""
+    return [file.name for file in arrangement.files] == [SINGLE]
 
 
 def _blocks(spec: TensorSpec) -> int:

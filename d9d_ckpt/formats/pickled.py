@@ -28,8 +28,8 @@ SUFFIXES = (".bin", ".pt", ".pth")
 """What such files are called."""
 
 _ZIP = b"PK\x03\x04"
-_MAX_DIRECTORY = 32 << 20
-"""Bytes of a zip directory: some 300,000 storages."""
+_MAX_DIRECTORY = 8 << 20
+"""Bytes of a zip directory: some 80,000 storages; each costs 1 KB to list, whatever its name."""
 
 _LOCAL = struct.Struct("<4s4xH16xHH")
 """Signature, method, and the lengths of name and extra field in a local header."""
@@ -119,7 +119,7 @@ def _zipped(store: Store, url: str, size: int) -> _Saved:
     members = _members(store, url, size)
     root = next((name.split("/", 1)[0] for name in members), "")
 
-    def content(name: str, limit: int) -> bytes:
+    def content(name: str, limit: int) -> bytearray:
         info = members.get(f"{root}/{name}")
         if info is None:
             raise CorruptError(
@@ -127,7 +127,9 @@ def _zipped(store: Store, url: str, size: int) -> _Saved:
             )
         if info.file_size > limit:
             raise CorruptError(f"{url}: {name} of {info.file_size} bytes, at most {limit} are read")
-        raw = store.read(url, _data_offsets(store, url, size, [info])[0], info.file_size)
+        # Not `Store.read`, which may hold what it has read twice for a moment.
+        raw = bytearray(info.file_size)
+        store.read_into(url, _data_offsets(store, url, size, [info])[0], [memoryview(raw)])
         if zlib.crc32(raw) != info.CRC:
             raise CorruptError(f"{url}: {name} is damaged: its checksum does not hold")
         return raw
@@ -136,7 +138,7 @@ def _zipped(store: Store, url: str, size: int) -> _Saved:
     if f"{root}/byteorder" in members and content("byteorder", 16) != b"little":
         raise SourceError(f"{url}: big-endian tensors; save them on a little-endian machine")
     storages: dict[str, Storage] = {}
-    value = unpickle(Cursor(lambda at, n: raw[at : at + n], 0, len(raw), url), storages)
+    value = unpickle(Cursor(lambda at, n: bytes(raw[at : at + n]), 0, len(raw), url), storages)
 
     def locate(wanted: Iterable[Storage]) -> dict[str, int]:
         infos = {}

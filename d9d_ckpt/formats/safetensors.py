@@ -166,17 +166,27 @@ def _entry(
 
 
 def encode_header(
-    tensors: Iterable[tuple[str, TensorSpec]], metadata: Mapping[str, str]
+    tensors: Iterable[tuple[str, TensorSpec]],
+    metadata: Mapping[str, str],
+    *,
+    room: int = 0,
+    start: int = 0,
 ) -> tuple[bytes, list[int]]:
     """Header bytes, length prefix included, and the file offset of each tensor in the given order.
 
     Tensors lie without gaps; give them by descending item size and every one is aligned.
 
+    Args:
+        tensors: Names and specs.
+        metadata: Strings for ``__metadata__``.
+        room: Bytes that the header has at least.
+        start: Where the first tensor begins, in place of 0, to find the room for larger numbers.
+
     Raises:
         MappingError: The reserved name, or a header above the reader's limit.
     """
     entries: dict[str, Any] = {"__metadata__": {**metadata, "format": "pt"}}
-    at, begins = 0, []
+    at, begins = start, []
     for name, spec in tensors:
         if name == "__metadata__":
             raise MappingError("tensor name '__metadata__' is reserved by safetensors; rename it")
@@ -188,7 +198,7 @@ def encode_header(
         begins.append(at)
         at += spec.nbytes
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
-    length = -(-(8 + len(text)) // ALIGN) * ALIGN - 8
+    length = max(room, -(-(8 + len(text)) // ALIGN) * ALIGN) - 8
     if length > MAX_HEADER:
         raise MappingError(
             f"a file header of {length} bytes is above the limit of {MAX_HEADER}; lower --max-shard-size"

@@ -1,10 +1,12 @@
 """Our format: ordinary safetensors files under a save id, and the manifest that makes them exist."""
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
+from d9d_ckpt.codecs import zstd
 from d9d_ckpt.codecs.checksum import digest, to_hex
 from d9d_ckpt.errors import CkptError, CorruptError, LayoutError, MissingError, UsageError
 from d9d_ckpt.formats.base import Opened
@@ -12,7 +14,7 @@ from d9d_ckpt.formats.safetensors import MAX_HEADER
 from d9d_ckpt.formats.untrusted import is_text, may_go_along, parse_json, read_object
 from d9d_ckpt.layout.topology import Topology, layout_from
 from d9d_ckpt.storage.store import Store, join
-from d9d_ckpt.tensors import BLOCK, Catalogue, Chunk, Entry, Region, TensorSpec, spec_of
+from d9d_ckpt.tensors import BLOCK, Catalogue, Chunk, Coding, Entry, Region, TensorSpec, spec_of
 
 MANIFEST = "manifest.json"
 FORMAT = "d9d-sharded"
@@ -86,7 +88,7 @@ def _tensor_json(entry: Entry) -> dict[str, Any]:
                 "file": c.file,
                 "offset": c.offset,
                 "nbytes": c.nbytes,
-                "codec": c.codec,
+                "codec": c.coding.codec if c.coding is not None else "none",
                 "xxh3": [to_hex(x) for x in c.xxh3 or ()],
             }
             for c in entry.chunks
@@ -101,9 +103,7 @@ def open_sharded(store: Store, url: str) -> Opened:
         MissingError: A file is not there.
         CorruptError: The manifest is damaged, of another version, or contradicts a file.
     """
-    opened = read_manifest(store, url)
-    check_sizes(store, url, opened.files)
-    return opened
+    return check_sizes(partial(listed, store), read_manifest(store, url))
 
 
 def read_manifest(store: Store, url: str) -> Opened:
@@ -237,10 +237,12 @@ def _chunk(value: Mapping[str, Any], spec: TensorSpec, urls: Mapping[str, str]) 
         raise ValueError(f"offset {value['offset']!r} and nbytes {value['nbytes']!r} of a chunk")
     if len(region.start) != len(spec.shape):
         raise ValueError(f"a chunk of {len(region.start)} dims in a tensor of {len(spec.shape)}")
+    coding = None
+    if value["codec"] != "none":
+        nbytes = TensorSpec(spec.dtype, region.shape).nbytes
+        coding = Coding(value["codec"], max(1, spec.dtype.bits // 8), nbytes)
     xxh3 = tuple(int(x, 16) for x in value["xxh3"])
-    return Chunk(
-        region, urls[value["file"]], value["offset"], value["nbytes"], value["codec"], xxh3
-    )
+    return Chunk(region, urls[value["file"]], value["offset"], value["nbytes"], coding, xxh3)
 
 
 def _check_chunk(name: str, spec: TensorSpec, c: Chunk, size: int, path: str) -> None:
@@ -250,37 +252,65 @@ def _check_chunk(name: str, spec: TensorSpec, c: Chunk, size: int, path: str) ->
     )
     if not inside:
         raise CorruptError(f"{path}: tensor {name!r} has a chunk outside of {list(spec.shape)}")
-    if c.codec != "none":
-        raise CorruptError(f"{path}: tensor {name!r} has unknown codec {c.codec!r}")
-    expected = TensorSpec(spec.dtype, c.region.shape).nbytes
-    if c.nbytes != expected or not 0 <= c.offset <= size - c.nbytes:
+    least = most = TensorSpec(spec.dtype, c.region.shape).nbytes
+    if c.coding is not None:
+        if c.coding.codec != zstd.NAME:
+            raise CorruptError(f"{path}: tensor {name!r} has unknown codec {c.coding.codec!r}")
+        if spec.dtype.bits % 8 or most > BLOCK:
+            raise CorruptError(
+                f"{path}: tensor {name!r} has an encoded chunk of {most} bytes of "
+                f"{spec.dtype.name}, expected whole bytes and at most {BLOCK}"
+            )
+        head = zstd.overhead(c.coding.itemsize)
+        least, most = head + 1, head + most
+    if not least <= c.nbytes <= most or not 0 <= c.offset <= size - c.nbytes:
         raise CorruptError(
             f"{path}: tensor {name!r} has a chunk of {c.nbytes} bytes at {c.offset} in a file of "
-            f"{size}, expected {expected} bytes inside it"
+            f"{size}, expected {most} bytes{' at most' if least < most else ''} inside it"
         )
     if c.xxh3 is None or len(c.xxh3) != -(-c.nbytes // BLOCK):
         raise CorruptError(f"{path}: tensor {name!r} has a chunk without its checksums")
 
 
-def check_sizes(store: Store, url: str, files: Mapping[str, tuple[int, int]]) -> None:
-    """Every file that a manifest names must be there at its size.
+FilesIn = Callable[[str], Mapping[str, int]]
+"""Names and sizes of the files in a directory: one request on an object store, where a look at each
+file would be one for every file."""
+
+
+def check_sizes(files_in: FilesIn, opened: Opened) -> Opened:
+    """``opened`` with the places of its small files; every file must be there at its size.
 
     Raises:
         MissingError: One is not there.
         CorruptError: One has another size.
     """
-    for name, (nbytes, _) in files.items():
-        path = join(url, name)
-        try:
-            found = store.size(path)
-        except MissingError:
+    folders = {name.rpartition("/")[0] for name in opened.files} | {opened.save_id or ""}
+    here: dict[str, int] = {}
+    for folder in sorted(folders):
+        found = files_in(join(opened.url, folder) if folder else opened.url)
+        here |= {f"{folder}/{name}" if folder else name: size for name, size in found.items()}
+    inside = frozenset(n for n in opened.small if f"{opened.save_id}/{n}" in here)
+    opened = replace(opened, inside=inside)
+    for name, (nbytes, _) in opened.files.items():
+        path = opened.place(name)
+        size = here.get(path.removeprefix(f"{opened.url}/"))
+        if size is None:
             raise MissingError(
                 f"{path}: the manifest names this file and it is not there; the checkpoint is incomplete"
-            ) from None
-        if found != nbytes:
-            raise CorruptError(
-                f"{path}: {found} bytes, the manifest says {nbytes}; the checkpoint is damaged"
             )
+        if size != nbytes:
+            raise CorruptError(
+                f"{path}: {size} bytes, the manifest says {nbytes}; the checkpoint is damaged"
+            )
+    return opened
+
+
+def listed(store: Store, url: str) -> dict[str, int]:
+    """Names and sizes of files; none where there is no directory, or something has just vanished."""
+    try:
+        return store.files(url)
+    except MissingError:
+        return {}
 
 
 def header_digest(store: Store, url: str) -> int:
@@ -294,7 +324,7 @@ def header_digest(store: Store, url: str) -> int:
 
 def file_digest(store: Store, opened: Opened, name: str) -> int:
     """The digest that the manifest keeps of a file: its header, or all of a small file."""
-    url = join(opened.url, name)
+    url = opened.place(name)
     if "/" in name:
         return header_digest(store, url)
     return digest(store.read(url, 0, store.size(url)))
@@ -308,11 +338,11 @@ def check_files(store: Store, opened: Opened) -> None:
     """
     for name, expected, found in damaged_files(store, opened, list(opened.files)):
         raise CorruptError(
-            f"{join(opened.url, name)}: checksum {to_hex(found)}, the manifest of save "
+            f"{opened.place(name)}: checksum {to_hex(found)}, the manifest of save "
             f"{opened.save_id} says {to_hex(expected)}; the file is of another save, or damaged"
         )
     if "config.json" in opened.small:
-        read_object(store, join(opened.url, "config.json"))
+        read_object(store, opened.place("config.json"))
 
 
 def damaged_files(store: Store, opened: Opened, names: Sequence[str]) -> list[tuple[str, int, int]]:

@@ -3,13 +3,21 @@
 import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 from d9d_ckpt.errors import MissingError, RequestError, SourceError
 from d9d_ckpt.formats.base import Opened
 from d9d_ckpt.formats.claim import CLAIM, OURS, Claim, read_claim
-from d9d_ckpt.formats.sharded import MANIFEST, check_sizes, open_sharded, read_manifest
+from d9d_ckpt.formats.sharded import (
+    MANIFEST,
+    FilesIn,
+    check_sizes,
+    listed,
+    open_sharded,
+    read_manifest,
+)
 from d9d_ckpt.storage.store import Store, is_local, join
 
 _STEP = re.compile(r"step-(\d{8}|[1-9]\d{8,})", re.ASCII)
@@ -126,7 +134,7 @@ def read_run(store: Store, url: str) -> Run:
         raise RequestError(f"{url}: is a checkpoint; a run directory holds one per step-NNNNNNNN/")
     if not names and not (is_local(url) and Path(url).is_dir()):
         raise MissingError(f"{url}: no such run directory")
-    files = _files(store, url)
+    files = listed(store, url)
     found = step_directories(name for name in names if name not in files)
     steps = tuple(_state(store, url, step, found[step]) for step in sorted(found))
     taken = set(found.values())
@@ -141,23 +149,28 @@ def why_not(error: SourceError, path: str) -> str:
 def _state(store: Store, url: str, step: int, name: str) -> StepState:
     path = join(url, name)
     names = store.names(path)
+    # What is whole and what is ours are told from one look at each directory. A file that vanishes
+    # meanwhile is in neither.
+    files_in = cache(partial(listed, store))
     opened: Opened | None = None
     reason: str | None = "no manifest"
     if MANIFEST in names:
         try:
             opened = read_manifest(store, path)
-            check_sizes(store, path, opened.files)
+            check_sizes(files_in, opened)
             reason = None
         except SourceError as error:
             reason = why_not(error, path)
     layout = opened.layout.to_json() if opened is not None and opened.layout is not None else None
-    contents = _contents(store, path, names, opened)
+    contents = _contents(store, files_in, path, names, opened)
     place = str(Path(path).resolve()) if is_local(path) else path
     return StepState(step, name, reason, layout, contents, place, _is_link(path))
 
 
-def _contents(store: Store, path: str, names: Collection[str], opened: Opened | None) -> Contents:
-    files = _files(store, path) if names else {}
+def _contents(
+    store: Store, files_in: FilesIn, path: str, names: Collection[str], opened: Opened | None
+) -> Contents:
+    files = files_in(path) if names else {}
     claim = read_claim(store, join(path, CLAIM)) if CLAIM in files else None
     known = set(opened.files) | {MANIFEST} if opened is not None else set()
     if claim is not None and claim.prune is not None:
@@ -171,7 +184,7 @@ def _contents(store: Store, path: str, names: Collection[str], opened: Opened | 
         if name in files and (name in known or name.startswith(OURS)):
             ours[name] = files[name]
         elif name in saves:
-            inside, strange = _saved(store, path, name, known)
+            inside, strange = _saved(store, files_in, path, name, known)
             ours |= inside
             unknown += strange
         else:
@@ -185,27 +198,20 @@ def _is_save(name: str, known: Collection[str]) -> bool:
 
 
 def _saved(
-    store: Store, path: str, save: str, known: Collection[str]
+    store: Store, files_in: FilesIn, path: str, save: str, known: Collection[str]
 ) -> tuple[dict[str, int], list[str]]:
     """Bytes of the weight files in a directory of one save, and whatever else is there."""
     directory = join(path, save)
-    files = _files(store, directory)
+    files = files_in(directory)
     ours, unknown = {}, []
     for name in store.names(directory):
         whole = f"{save}/{name}"
-        if name in files and (whole in known or _RANK.fullmatch(name) or name.startswith(OURS)):
+        mine = whole in known or name in known or _RANK.fullmatch(name) or name.startswith(OURS)
+        if name in files and mine:
             ours[whole] = files[name]
         else:
             unknown.append(whole)
     return ours, unknown
-
-
-def _files(store: Store, url: str) -> dict[str, int]:
-    """Names and sizes; none where something has vanished meanwhile, so that nothing is called ours."""
-    try:
-        return store.files(url)
-    except MissingError:
-        return {}
 
 
 def _is_link(url: str) -> bool:

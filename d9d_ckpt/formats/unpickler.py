@@ -2,10 +2,11 @@
 
 A pickle is a program: it names callables and calls them. Here only the few names that a dict of
 tensors needs are known, each stands for a record of ours, and any other is refused. There is no
-recursion, and what a pickle can make us hold is bounded by its own length.
+recursion, and what a pickle can make us hold is counted as it is made, and bounded.
 """
 
 import struct
+import sys
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
@@ -13,10 +14,22 @@ from d9d_ckpt.errors import CorruptError, SourceError
 from d9d_ckpt.tensors import DTYPES
 
 MAX_PICKLE = 64 << 20
-"""Bytes: names and numbers of some 400,000 tensors."""
+"""Bytes: of tensors alone some 10 MiB are enough; whatever else was saved may lie among them."""
 
-_MAX_OBJECTS = 2_500_000
-"""Containers in one pickle: a tensor takes seven, and the costliest is some 240 bytes."""
+_MAX_HELD = 160 << 20
+"""Bytes of objects of one pickle, as they are counted here: some 60,000 tensors of 2,700 bytes with
+their names, their records and the pickle's own memo. Uncounted, a file of 54 MiB held 5.6 million
+names of one tensor, which cost 4 GiB."""
+
+_HELD_AT_ONCE, _HELD_PER_BYTE = 16 << 20, 64
+"""What a pickle may make us hold before, and for each of, its bytes; tensors take 20 (protocol 2) to
+33 (protocol 4)."""
+
+_LIST_ITEM, _DICT_ITEM, _TENSOR = 16, 112, 640
+"""Bytes of an item in its container while that grows; of the records of a tensor that has a name."""
+
+_LONGEST = 1 << 16
+"""Bytes of a string that is kept: no name of a tensor is longer."""
 
 _MAX_STACK = 1 << 20
 _MAX_DEPTH = 1000
@@ -116,6 +129,11 @@ class Cursor:
         self.position += nbytes
         return self._window[at : at + nbytes]
 
+    def skip(self, nbytes: int) -> None:
+        """Leave the next ``nbytes`` unread."""
+        self._check(nbytes)
+        self.position += nbytes
+
     def line(self) -> str:
         """A name that ends with the line."""
         out = bytearray()
@@ -140,11 +158,16 @@ class Cursor:
         )
 
     def _refill(self, nbytes: int) -> None:
+        left = self._check(nbytes)
+        size = min(max(nbytes, self._WINDOW), left)
+        self._window, self._low = self._fetch(self.position, size), self.position
+
+    def _check(self, nbytes: int) -> int:
+        """How many bytes are left, at least ``nbytes``."""
         left = self._stop - self.position
         if nbytes > left:
             raise self.broken(f"{nbytes} more bytes expected where {max(left, 0)} are left,")
-        size = min(max(nbytes, self._WINDOW), left)
-        self._window, self._low = self._fetch(self.position, size), self.position
+        return left
 
 
 def unpickle(cursor: Cursor, storages: dict[str, Storage]) -> object:
@@ -181,15 +204,14 @@ class _Machine:
         self._storages = storages
         self._marks: list[int] = []
         self._memo: dict[int, object] = {}
-        self._made = 0
+        self._held = 0
 
     def push(self, value: object) -> None:
         self.stack.append(value)
 
     def push_new(self, value: object) -> None:
-        """A container, which costs more memory than it has bytes in the pickle."""
-        self._made += 1
-        self._bound(self._made)
+        """An object of its own, which costs more memory than it has bytes in the pickle."""
+        self._hold(sys.getsizeof(value))
         self.stack.append(value)
 
     def pop(self) -> object:
@@ -218,6 +240,7 @@ class _Machine:
         target = self._top()
         if type(target) is not list:
             raise self.cursor.broken(f"an item for a {kind_of(target)}, not a list,")
+        self._hold(_LIST_ITEM * len(items))
         target += items
 
     def update(self, items: list[object]) -> None:
@@ -227,11 +250,13 @@ class _Machine:
         for key, value in zip(items[::2], items[1::2], strict=True):
             if not isinstance(key, str | int | float | bytes | None):
                 raise self.cursor.broken(f"a dict key that is a {kind_of(key)}")
+            self._hold(_DICT_ITEM + (_TENSOR if isinstance(value, Strided) else 0))
             target[key] = value
 
     def put(self, number: int) -> None:
+        if number not in self._memo:
+            self._hold(_DICT_ITEM + sys.getsizeof(number))
         self._memo[number] = self._top()
-        self._bound(len(self._memo) // 2)
 
     def put_next(self) -> None:
         self.put(len(self._memo))
@@ -244,9 +269,10 @@ class _Machine:
     def name(self, module: object, name: object) -> None:
         """A class or function: the only place where a pickle reaches out of itself."""
         full = f"{module}.{name}"
-        if not (full in _STORAGES or full in _DTYPES or full in _CLASSES or full in _CALLS):
+        known = _GLOBALS.get(full)
+        if known is None:
             raise self.refusal(full)
-        self.push(Global(full))
+        self.push(known)
 
     def name_from_stack(self) -> None:
         name, module = self.pop(), self.pop()
@@ -284,6 +310,8 @@ class _Machine:
                 found = Storage(key, *_STORAGES[name], count)
             case _:
                 raise self.cursor.broken("a reference to a storage that cannot be understood")
+        if key not in self._storages:
+            self._hold(_DICT_ITEM)
         known = self._storages.setdefault(key, found)
         if known.nbytes != found.nbytes:
             raise self.cursor.broken(f"storage {key!r} with two sizes")
@@ -294,10 +322,15 @@ class _Machine:
             raise self.cursor.broken("a value expected where there is none")
         return self.stack[-1]
 
-    def _bound(self, count: int) -> None:
+    def _hold(self, nbytes: int) -> None:
+        """Count memory that a step takes; nothing is taken back when a value is dropped."""
+        self._held += nbytes
         read = self.cursor.position - self.cursor.start
-        if count > min(50_000 + read // 4, _MAX_OBJECTS):
-            raise self.cursor.broken(f"{count} objects, more than tensors take,")
+        most = min(_HELD_AT_ONCE + _HELD_PER_BYTE * read, _MAX_HELD)
+        if self._held > most:
+            raise self.cursor.broken(
+                f"objects of {self._held} bytes, at most {most} and more than tensors take,"
+            )
 
 
 def kind_of(value: object) -> str:
@@ -395,17 +428,31 @@ _CALLS: Mapping[str, Callable[[tuple[object, ...]], object]] = {
 }
 """What a call makes of its arguments; None where it does not take them."""
 
+_GLOBALS: Mapping[str, Global] = {
+    name: Global(name) for name in {*_STORAGES, *_DTYPES, *_CLASSES, *_CALLS}
+}
+
 
 def _number(m: _Machine, form: str, nbytes: int) -> int:
     return int(struct.unpack(form, m.cursor.take(nbytes))[0])
 
 
 def _string(m: _Machine, form: str, nbytes: int) -> None:
-    m.push(m.cursor.text(m.cursor.take(_number(m, form, nbytes))))
+    length = _number(m, form, nbytes)
+    if length > _LONGEST:
+        m.cursor.skip(length)
+        m.push_new(Opaque("str"))
+    else:
+        m.push_new(m.cursor.text(m.cursor.take(length)))
 
 
 def _bytes(m: _Machine, form: str, nbytes: int) -> None:
-    m.push(m.cursor.take(_number(m, form, nbytes)))
+    length = _number(m, form, nbytes)
+    if length > _LONGEST:
+        m.cursor.skip(length)
+        m.push_new(Opaque("bytes"))
+    else:
+        m.push_new(m.cursor.take(length))
 
 
 def _protocol(m: _Machine) -> None:
@@ -414,7 +461,7 @@ def _protocol(m: _Machine) -> None:
 
 
 def _long(m: _Machine) -> None:
-    m.push(int.from_bytes(m.cursor.take(_number(m, "B", 1)), "little", signed=True))
+    m.push_new(int.from_bytes(m.cursor.take(_number(m, "B", 1)), "little", signed=True))
 
 
 def _frame(m: _Machine) -> None:
@@ -449,10 +496,10 @@ _STEPS: Mapping[bytes, Callable[[_Machine], None]] = {
     b"\x88": lambda m: m.push(True),
     b"\x89": lambda m: m.push(False),
     b"K": lambda m: m.push(m.cursor.take(1)[0]),
-    b"M": lambda m: m.push(_number(m, "<H", 2)),
-    b"J": lambda m: m.push(_number(m, "<i", 4)),
+    b"M": lambda m: m.push_new(_number(m, "<H", 2)),
+    b"J": lambda m: m.push_new(_number(m, "<i", 4)),
     b"\x8a": _long,
-    b"G": lambda m: m.push(struct.unpack(">d", m.cursor.take(8))[0]),
+    b"G": lambda m: m.push_new(struct.unpack(">d", m.cursor.take(8))[0]),
     b"X": lambda m: _string(m, "<I", 4),
     b"\x8c": lambda m: _string(m, "B", 1),
     b"\x8d": lambda m: _string(m, "<Q", 8),

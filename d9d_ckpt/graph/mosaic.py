@@ -50,7 +50,7 @@ def _strided(chunk: Chunk, spec: TensorSpec, strides: Sequence[int]) -> Node:
     Rows of one stride begin inside the span and the last one ends with it, short of a whole stride:
     zeros make up for that, and the narrow that follows drops them.
     """
-    flat = chunk.nbytes // spec.dtype.itemsize
+    flat = chunk.extent // spec.dtype.itemsize
     node: Node = ops.leaf(chunk, TensorSpec(spec.dtype, (flat,)))
     order = sorted((d for d, n in enumerate(spec.shape) if n > 1), key=lambda d: -strides[d])
     for d in order:

@@ -15,7 +15,8 @@ SHORT = 64 << 10
 _UNIT = 32 << 20
 """Bytes of one unit: enough to make its overhead nothing, little enough to balance workers."""
 
-_REMOTE_UNIT = 8 << 20
+_SMALL_UNIT = 16 << 20
+"""What one connection to a store fetches in some milliseconds."""
 
 _MOST_UNITS = 8192
 
@@ -44,19 +45,25 @@ class Unit:
         return sum(span.high - span.low for span in self.spans)
 
 
-def units(plan: Plan, *, remote: bool = False) -> list[Unit]:
+def units(plan: Plan, *, small: bool = False) -> list[Unit]:
     """All work, in the order in which the targets are stored.
 
     Args:
         plan: The plan.
-        remote: Whether the source answers slowly, so that many small units keep all workers waiting
-            at once until the end.
+        small: Whether many small units are better: where the source answers slowly, all workers are
+            kept waiting at once until the end.
     """
-    size = max(_REMOTE_UNIT if remote else _UNIT, plan.bytes_written // _MOST_UNITS)
+    size = max(_SMALL_UNIT if small else _UNIT, plan.bytes_written // _MOST_UNITS)
+    clusters = _clusters(plan)
+    return _grouped(plan, _interleaved(plan, clusters, size) if small else clusters, size)
+
+
+def _grouped(plan: Plan, clusters: Sequence[Sequence[int]], size: int) -> list[Unit]:
+    """Clusters in units of about ``size`` bytes."""
     out: list[Unit] = []
     batch: list[Span] = []
     batched = 0
-    for cluster in _clusters(plan):
+    for cluster in clusters:
         nbytes = sum(plan.targets[t].nbytes for t in cluster)
         if nbytes > size:
             parts = min(-(-nbytes // size), _most_parts(plan, cluster))
@@ -72,13 +79,57 @@ def units(plan: Plan, *, remote: bool = False) -> list[Unit]:
     return out
 
 
-def without(work: Iterable[Unit], done: Mapping[int, Collection[int]]) -> list[Unit]:
+Lot = tuple[Unit, ...]
+"""Units that one worker does one after the other."""
+
+_COLUMN = 256 << 20
+"""Bytes of a column at least, where there are enough of them for all workers."""
+
+_LEAST_COLUMNS = 8
+_RANKS = 4
+"""Ranks that may share a column of the least size; more make it larger, so that files do not get small."""
+
+
+def columns(plan: Plan) -> list[Lot]:
+    """All work in lots whose targets can go to files that nobody else writes."""
+    least = min(_COLUMN, plan.bytes_written // _LEAST_COLUMNS)
+    out: list[Lot] = []
+    lot: list[Unit] = []
+    ranks: set[int] = set()
+    nbytes = 0
+    for unit in _grouped(plan, _clusters(plan), min(_UNIT, max(BLOCK, least // 4))):
+        lot.append(unit)
+        ranks.update(plan.targets[span.target].rank for span in unit.spans)
+        nbytes += unit.nbytes
+        if nbytes >= least * max(1.0, len(ranks) / _RANKS):
+            out.append(tuple(lot))
+            lot, ranks, nbytes = [], set(), 0
+    if lot:
+        out.append(tuple(lot))
+    return out
+
+
+def members(lot: Lot) -> list[int]:
+    """The targets of a lot."""
+    return [span.target for unit in lot for span in unit.spans]
+
+
+def weight(lot: Lot) -> int:
+    """Bytes that a lot writes."""
+    return sum(unit.nbytes for unit in lot)
+
+
+def without(work: Iterable[Lot], done: Mapping[int, Collection[int]]) -> list[Lot]:
     """``work`` but for finished blocks, given by target and number."""
     out = []
-    for unit in work:
-        spans = tuple(part for span in unit.spans for part in _unfinished(span, done))
-        if spans or not unit.spans:
-            out.append(Unit(spans))
+    for lot in work:
+        left = []
+        for unit in lot:
+            spans = tuple(part for span in unit.spans for part in _unfinished(span, done))
+            if spans or not unit.spans:
+                left.append(Unit(spans))
+        if left:
+            out.append(tuple(left))
     return out
 
 
@@ -146,6 +197,37 @@ def _clusters(plan: Plan) -> list[list[int]]:
     for t in range(len(plan.targets)):
         clusters.setdefault(root(t), []).append(t)
     return list(clusters.values())
+
+
+def _interleaved(plan: Plan, clusters: Sequence[list[int]], size: int) -> list[list[int]]:
+    """Clusters above ``size`` that read from the same stretch of a file joined, in stored order.
+
+    Split experts lie in a file as down, gate, up, down, ...: read for one target alone they are one
+    request each, read for both they are one stretch.
+    """
+    large = [c for c in clusters if sum(plan.targets[t].nbytes for t in c) > size]
+    found = sorted((s, c) for c in large if (s := _stretch(plan, c)) is not None)
+    joined: list[tuple[str, int, list[int]]] = []
+    for (file, low, high), cluster in found:
+        if joined and joined[-1][0] == file and low < joined[-1][1]:
+            _, reach, members = joined.pop()
+            joined.append((file, max(reach, high), members + cluster))
+        else:
+            joined.append((file, high, cluster))
+    placed = {t for _, _, members in joined for t in members}
+    out = [sorted(members) for _, _, members in joined]
+    return sorted(out + [c for c in clusters if c[0] not in placed])
+
+
+def _stretch(plan: Plan, cluster: Sequence[int]) -> tuple[str, int, int] | None:
+    """File, first byte and end of all that a cluster reads; None where that is several files or none."""
+    rows = np.concatenate([np.arange(plan.starts[t], plan.starts[t + 1]) for t in cluster])
+    rows = rows[plan.rows[rows, SOURCE] >= 0]
+    chunks = [plan.sources[n] for n in plan.rows[rows, SOURCE].tolist()]
+    if len({chunk.file for chunk in chunks}) != 1:
+        return None
+    starts = np.array([chunk.offset for chunk in chunks]) + plan.rows[rows, FROM]
+    return chunks[0].file, int(starts.min()), int((starts + plan.row_hulls[rows]).max())
 
 
 def split_queue(sizes: Sequence[int], workers: int) -> list[list[int]]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from d9d_ckpt.plan.plan import FROM, MOVE, SOURCE, TARGET, Columns, Plan
+from d9d_ckpt.plan.plan import FROM, MOVE, SCALE, SOURCE, TARGET, Columns, Plan
 from d9d_ckpt.plan.schedule import Limits
 from d9d_ckpt.tensors import BLOCK
 
@@ -18,7 +18,8 @@ class RankCost:
     Attributes:
         rank: The rank.
         bytes_read: Source bytes that it reads.
-        bytes_needed: Distinct source bytes that its regions are made of.
+        bytes_needed: Distinct source bytes that its regions are made of; scales and encoded chunks
+            count whole, as they are read.
         bytes_written: Bytes that it stores or fills.
         requests: Ranges that it asks for.
         buffer_bytes: Its buffers.
@@ -47,16 +48,22 @@ def costs(plan: Plan, world: int, limit: Limits, *, whole_blocks: bool) -> list[
         weights=[t.nbytes for t in plan.targets] if plan.targets else None,
         minlength=world,
     ).astype(np.int64)
-    rows = plan.rows[plan.rows[:, SOURCE] >= 0]
+    encoded = np.array([c.coding is not None for c in plan.sources] or [False], bool)
+    real = plan.rows[:, SOURCE] >= 0
     needed, read, requests = (np.zeros(world, np.int64) for _ in range(3))
+    owners, nbytes = _whole(plan, plan.rows[real], rank_of, encoded)
+    for total, amount in ((needed, nbytes), (read, nbytes), (requests, np.ones_like(nbytes))):
+        np.add.at(total, owners, amount)
+    real &= ~encoded[plan.rows[:, SOURCE]]
+    rows = plan.rows[real]
     if len(rows):
         ranks = rank_of[rows[:, TARGET]]
         checked = np.array([c.xxh3 is not None for c in plan.sources], bool)[rows[:, SOURCE]]
         alone = _alone(plan, rows, ranks)
         if whole_blocks:
             alone &= ~checked
-        bytes_each = plan.row_bytes[plan.rows[:, SOURCE] >= 0]
-        runs = bytes_each // plan.row_runs[plan.rows[:, SOURCE] >= 0]
+        bytes_each = plan.row_bytes[real]
+        runs = bytes_each // plan.row_runs[real]
         for total, amount in ((needed, bytes_each), (read, bytes_each), (requests, runs)):
             np.add.at(total, ranks[alone], amount[alone])
         if not alone.all():
@@ -76,6 +83,18 @@ def amplification(ranks: Sequence[RankCost]) -> float:
     """Bytes read over distinct bytes needed, summed over ranks; 1.0 for nothing."""
     needed = sum(r.bytes_needed for r in ranks)
     return sum(r.bytes_read for r in ranks) / needed if needed else 1.0
+
+
+def _whole(
+    plan: Plan, rows: Columns, rank_of: Columns, encoded: npt.NDArray[np.bool_]
+) -> tuple[Columns, Columns]:
+    """The rank and the stored bytes of every source that a rank reads whole: scales and encoded ones."""
+    parts = []
+    for column, mine in ((SCALE, rows[:, SCALE] >= 0), (SOURCE, encoded[rows[:, SOURCE]])):
+        parts.append(np.column_stack([rank_of[rows[mine, TARGET]], rows[mine, column]]))
+    pairs = np.unique(np.concatenate(parts), axis=0)
+    sizes = np.array([c.nbytes for c in plan.sources] or [0], np.int64)
+    return pairs[:, 0], sizes[pairs[:, 1]]
 
 
 def _alone(plan: Plan, rows: Columns, ranks: Columns) -> npt.NDArray[np.bool_]:

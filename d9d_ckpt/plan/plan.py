@@ -93,6 +93,11 @@ class Plan:
         return mark.hexdigest()
 
     @cached_property
+    def encoded(self) -> bool:
+        """Whether any source must be decoded."""
+        return any(chunk.coding is not None for chunk in self.sources)
+
+    @cached_property
     def bytes_written(self) -> int:
         """Bytes of all targets."""
         return sum(t.nbytes for t in self.targets)

@@ -20,8 +20,16 @@ def whole_requests(mapped: Mapped) -> list[Request]:
     ]
 
 
-def stored_requests(mapped: Mapped, topology: Topology) -> list[Request]:
-    """Every box that is stored, with the rank that stores it; each element once."""
+def stored_requests(
+    mapped: Mapped, topology: Topology, *, largest: int | None = None
+) -> list[Request]:
+    """Every box that is stored, with the rank that stores it; each element once.
+
+    Args:
+        mapped: The tensors.
+        topology: The layout.
+        largest: Bytes of a box at most; None leaves a rank's share in one piece.
+    """
     place = _Placing(mapped, topology)
     out = []
     for turn, (name, node) in enumerate(sorted(mapped.nodes.items())):
@@ -29,9 +37,14 @@ def stored_requests(mapped: Mapped, topology: Topology) -> list[Request]:
         itemsize = node.dtype.itemsize
         with _naming(name):
             boxes = shares(node.shape, itemsize, cut, topology)
-        ranks = [first + share.owner(turn) for share in boxes if share.box.numel]
-        regions = tuple(share.box for share in boxes if share.box.numel)
-        out.append(Request(name, node, regions, ranks))
+        regions: list[Region] = []
+        ranks: list[int] = []
+        for share in boxes:
+            most = share.box.numel if largest is None else largest // itemsize
+            slabs = list(share.box.slabs(most))
+            regions += slabs
+            ranks += [first + share.owner(turn)] * len(slabs)
+        out.append(Request(name, node, tuple(regions), ranks))
     order = {name: at for at, name in enumerate(mapped.nodes)}
     return sorted(out, key=lambda request: order[request.name])
 

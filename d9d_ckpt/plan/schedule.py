@@ -24,11 +24,17 @@ _MOST_KEPT = 16
 _SWEEP = 8 << 20
 """Window of a sweep."""
 
+_ENCODED = 2 * BLOCK
+"""Room for an encoded block, which may be a little larger than the block itself."""
+
 _SWEPT_GAP = 8 << 10
 """Bytes that can be passed over in the time of one more request, 1.6 us at 5 GB/s."""
 
 _REQUEST = 8 << 20
 """Bytes of a request to a remote store; larger ones gain nothing."""
+
+_REMOTE_GAP = 512 << 10
+"""Bytes that a remote store sends in the time that one more request takes it."""
 
 _DENSE = 0.98
 """A stretch is read through when this share of it is wanted."""
@@ -59,7 +65,8 @@ class Pack(NamedTuple):
     Attributes:
         source: The chunk.
         piece: From the chunk's bytes to the buffer's, innermost run last.
-        sweep: Read through all that lies between the runs instead of each by itself.
+        sweep: Read through all that lies between the runs instead of each by itself; encoded chunks
+            always.
     """
 
     source: int
@@ -135,6 +142,8 @@ class Limits:
         kept: Verified blocks that may be kept for the next task.
         batch: Bytes up to which tiles that share nothing are read together: a block on local
             paths, a request's worth on stores where every request costs milliseconds.
+        encoded: Bytes of the buffer for what is read to be decoded.
+        gap: Bytes between two reads that are read through.
     """
 
     hull: int
@@ -143,14 +152,24 @@ class Limits:
     sweep: int
     kept: int
     batch: int = BLOCK
+    encoded: int = 0
+    gap: int = 0
 
     @property
     def total(self) -> int:
         """All of it, pending small writes included."""
-        return self.source + self.tile + self.sweep + (self.kept + 1) * BLOCK
+        read = self.source + self.sweep + self.encoded + self.gap
+        return read + self.tile + (self.kept + 1) * BLOCK
 
 
-def limits(memory: int, threads: int = 1, *, remote: bool = False, part: int = 0) -> Limits:
+def limits(
+    memory: int,
+    threads: int = 1,
+    *,
+    remote: bool = False,
+    encoded: bool = False,
+    part: int = 0,
+) -> Limits:
     """Buffers for ``memory`` bytes in flight over ``threads``.
 
     Args:
@@ -158,12 +177,15 @@ def limits(memory: int, threads: int = 1, *, remote: bool = False, part: int = 0
         threads: Threads that share them.
         part: Bytes that each thread holds besides, of what it sends.
         remote: Whether requests to the source cost milliseconds, so that few large ones are better.
+        encoded: Whether chunks of the source are encoded.
 
     Raises:
         ResourceError: Not even the smallest buffers fit.
     """
     least = 8 * BLOCK
-    each = memory // threads - part
+    room = (_REQUEST if remote else _ENCODED) if encoded else 0
+    gap = _REMOTE_GAP if remote else 0
+    each = memory // threads - part - room - gap
     if each < least:
         raise ResourceError(
             f"--memory {format_bytes(memory)} leaves {format_bytes(max(each, 0))} for each of {threads} "
@@ -176,7 +198,7 @@ def limits(memory: int, threads: int = 1, *, remote: bool = False, part: int = 0
     hull = min(_LARGEST_HULL, (spare - tile) // BLOCK * BLOCK - 2 * BLOCK)
     source = max(hull, tile) + 2 * BLOCK
     batch = min(_REQUEST, hull // 2) if remote else BLOCK
-    return Limits(hull=hull, source=source, tile=tile, sweep=sweep, kept=kept, batch=batch)
+    return Limits(hull, source, tile, sweep, kept, batch, room, gap)
 
 
 class _Bit(NamedTuple):
@@ -361,11 +383,14 @@ def _tiles(plan: Plan, span: Span, limit: Limits, *, exact: bool) -> list[_Tile]
 
 
 def _block_bounds(plan: Plan, source: int, *, exact: bool) -> tuple[int, int] | None:
-    """The stretch of a source with checksums that is read in whole blocks; None: nothing is checked.
+    """The stretch of a source that is read in whole blocks; None: nothing of it is checked.
 
-    That is all of it, or, where only wanted bytes are read, the one stretch that is wanted whole.
+    That is all of one with checksums, or, where only wanted bytes are read, the one stretch that is
+    wanted whole. An encoded source is one block, which decodes as a whole.
     """
     chunk = plan.sources[source]
+    if chunk.coding is not None:
+        return 0, chunk.extent
     if chunk.xxh3 is None:
         return None
     return plan.stretches.get(source) if exact else (0, chunk.nbytes)
@@ -399,7 +424,7 @@ def _cut(plan: Plan, span: Span, step: int) -> list[_Tile]:
                 piece = Piece(part.target, part.base - tile.start, part.turned().digits)
                 tile.add(_Bit(row[SOURCE], piece.merged(), move, row[SCALE]))
                 if row[SCALE] >= 0:
-                    tile.want(row[SCALE], plan.sources[row[SCALE]].nbytes)
+                    tile.want(row[SCALE], plan.sources[row[SCALE]].extent)
     return list(tiles.values())
 
 
@@ -415,8 +440,8 @@ def _task(plan: Plan, group: _Group, *, exact: bool) -> Task:
             continue
         span = group.spans[source]
         checked = _block_bounds(plan, source, exact=exact) is not None
-        left -= span.wanted
-        if group.holds(span, at, left) and (checked or span.dense):
+        if group.holds(span, at, left - span.wanted) and (checked or span.dense):
+            left -= span.wanted
             shared = checked and span.high - BLOCK < span.stop < span.high
             reads.append(Read(source, span.low, span.size, at, shared))
             through[source] = at - span.low
@@ -439,7 +464,8 @@ def _task(plan: Plan, group: _Group, *, exact: bool) -> Task:
                 origin = bit.piece
                 piece = Piece(origin.base + shift, origin.target, origin.digits)
             else:
-                pack, piece, origin = _packed(bit, at, exact=exact)
+                encoded = plan.sources[bit.source].coding is not None
+                pack, piece, origin = _packed(bit, at, exact=exact, encoded=encoded)
                 packs.append(pack)
                 at += bit.nbytes
             beside = through[bit.scale] if bit.scale >= 0 else 0
@@ -461,8 +487,12 @@ def _in_file_order(plan: Plan, scales: set[int]) -> Callable[[int], tuple[bool, 
 
 
 def _straight(plan: Plan, group: _Group) -> set[int]:
-    """Sources of the group that need no buffer: no checksums to verify, every bit a straight one."""
-    out = {source for source in group.spans if plan.sources[source].xxh3 is None}
+    """Sources of the group that need no buffer: nothing to verify or decode, every bit straight."""
+    out = {
+        source
+        for source in group.spans
+        if plan.sources[source].xxh3 is None and plan.sources[source].coding is None
+    }
     for tile in group.tiles:
         for bit in tile.bits:
             out.discard(bit.scale)
@@ -471,7 +501,7 @@ def _straight(plan: Plan, group: _Group) -> set[int]:
     return out
 
 
-def _packed(bit: _Bit, at: int, *, exact: bool) -> tuple[Pack, Piece, Piece]:
+def _packed(bit: _Bit, at: int, *, exact: bool, encoded: bool) -> tuple[Pack, Piece, Piece]:
     """The runs of ``bit`` put side by side at ``at``, in source order.
 
     Returns:
@@ -492,7 +522,8 @@ def _packed(bit: _Bit, at: int, *, exact: bool) -> tuple[Pack, Piece, Piece]:
         chunk_to_buffer += (Digit(bit.item, 1, 1),)
     piece = Piece(bit.piece.base, at, chunk_to_buffer).merged()
     runs = bit.nbytes // inner
-    sweep = not exact and runs > 1 and runs * _SWEPT_GAP > bit.stop - bit.piece.base
+    close = runs > 1 and runs * _SWEPT_GAP > bit.stop - bit.piece.base
+    sweep = encoded or (close and not exact)
     moved = Piece(
         at,
         bit.piece.target,

@@ -1,17 +1,15 @@
 """A destination without renames: objects exist when they are complete, a checkpoint by its record."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from d9d_ckpt.errors import DestinationError
-from d9d_ckpt.formats.base import Arrangement, Digests, Sink
-from d9d_ckpt.formats.claim import CLAIM
-from d9d_ckpt.formats.existing import NOTHING, Superseded
+from d9d_ckpt.formats.base import Arrangement, Content, OutFile, Sink
+from d9d_ckpt.formats.claim import CLAIM, is_temporary
+from d9d_ckpt.formats.existing import NOTHING, Superseded, outranking
 from d9d_ckpt.run import claim
-from d9d_ckpt.run.commit import replace
+from d9d_ckpt.run.commit import names_of, replace, settle_small, small_places
 from d9d_ckpt.storage.store import ObjectStore, join
-from d9d_ckpt.tensors import Target
 
 
 @dataclass(frozen=True)
@@ -22,57 +20,72 @@ class Bucket:
         store: The store.
         url: The prefix.
         old: What is replaced.
+        work: What was asked, for the claim.
+        again: Whether an interrupted run of it is gone on with.
     """
 
     store: ObjectStore
     url: str
     old: Superseded = NOTHING
+    work: Mapping[str, str] = field(default_factory=dict)
+    again: bool = False
+
+    def place(self, file: OutFile) -> str:
+        """URL of an object, from the first; nothing is there before all of it is."""
+        return join(self.url, file.name)
+
+    @property
+    def taken(self) -> Collection[str]:
+        """All that the old checkpoint has: an object cannot be set aside, and is there when it is sent."""
+        return self.old.names
 
     def prepare(self, arrangement: Arrangement, save_id: str) -> None:
         """Claim the prefix.
 
         Raises:
-            DestinationError: Another writer has it, or objects would replace those of a checkpoint
-                one by one, which nothing could undo.
+            DestinationError: Another writer has it.
         """
-        taken = sorted({f.name for f in arrangement.files} & set(self.old.names))
-        if taken:
-            raise DestinationError(
-                f"{self.url}: {', '.join(taken[:4])} would be replaced before the new checkpoint is "
-                "complete, and objects cannot be set aside; write to another place"
-            )
-        claim.take(self.store, self.url, save_id, {})
+        del arrangement  # objects need no preparation
+        claim.take(self.store, self.url, save_id, self.work, again=self.again)
 
-    def commit(
-        self,
-        sink: Sink,
-        targets: Sequence[Target],
-        arrangement: Arrangement,
-        digests: Digests,
-        small: Mapping[str, bytes],
-    ) -> None:
-        """Small files, then the record, once the claim is still ours."""
-        record = sink.record(targets, arrangement, digests, small)
+    def commit(self, sink: Sink, content: Content) -> None:
+        """Small files, then the record, once the claim is still ours.
+
+        When a step fails, what was there before is put back.
+        """
+        record = sink.record(content)
         claim.check(self.store, self.url, sink.save_id)
+        before, after = small_places(self.store, self.url, self.old, sink, content)
         with ExitStack() as undo:
-            for name, content in small.items():
-                replace(self.store, join(self.url, name), content, None, undo)
+            for name, text in before.items():
+                replace(self.store, join(self.url, name), text, None, undo)
             if record is not None:
                 replace(self.store, join(self.url, record.name), record.content, None, undo)
+            for name in outranking(sink.record_name(content.arrangement), self.old):
+                self.store.delete(join(self.url, name))
             undo.pop_all()
+        for name, text in after.items():
+            self.store.put(join(self.url, name), text)
 
-    def tidy(self, new: Collection[str]) -> None:
+    def tidy(self, sink: Sink, content: Content) -> None:
         """Remove what the checkpoint has replaced, and the claim."""
+        settle_small(self.store, self.url, sink.save_id, content, None)
+        new = names_of(sink, content)
         for name in [n for n in self.old.names if n not in new]:
             self.store.delete(join(self.url, name))
-        self.store.delete(join(self.url, CLAIM))
+        for name in [*self._notes(), CLAIM]:
+            self.store.delete(join(self.url, name))
 
     def abort(self, arrangement: Arrangement, save_id: str) -> None:
         """Remove what this save has written; what was there before stays."""
         mine = claim.held(self.store, self.url, save_id)
-        for file in arrangement.files:
-            # Names without the save id may be a successor's by now.
-            if mine or file.name.startswith(f"{save_id}/"):
-                self.store.delete(join(self.url, file.name))
+        names = [file.name for file in arrangement.files]
+        # Names without the save id may be a successor's by now.
+        for name in [*names, *self._notes()]:
+            if mine or save_id in name:
+                self.store.delete(join(self.url, name))
         if mine:
             self.store.delete(join(self.url, CLAIM))
+
+    def _notes(self) -> list[str]:
+        return [name for name in self.store.names(self.url) if is_temporary(name)]

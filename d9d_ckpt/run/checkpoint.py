@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from d9d_ckpt.errors import CorruptError
-from d9d_ckpt.formats.base import Opened
+from d9d_ckpt.formats.base import Extent, Opened
 from d9d_ckpt.graph.build import LazyTensor
 from d9d_ckpt.graph.mosaic import stored
 from d9d_ckpt.graph.node import Node
@@ -35,10 +35,11 @@ class MemoryWriter:
     def __init__(self, out: Buffer) -> None:
         self._out = out
 
-    def write(self, target: int, start: int, view: memoryview) -> None:
+    def write(self, target: int, start: int, view: memoryview) -> Extent | None:
         if target:
             raise CorruptError(f"a read has one target, not {target + 1}")
         self._out[start : start + len(view)] = np.frombuffer(view, np.uint8)
+        return None
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ class Reader:
         """Fill ``out`` with the bytes of ``node[region]``, row-major; the bytes that were read."""
         plan = lower([Request("", node, (region,), (0,))])
         store = store_for(self.url, self.options)
-        limit = limits(self.memory, remote=not is_local(self.url))
+        limit = limits(self.memory, remote=not is_local(self.url), encoded=plan.encoded)
         streamer = Streamer(plan, limit, store, MemoryWriter(out), digests=False)
         try:
             for unit in units(plan):

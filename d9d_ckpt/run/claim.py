@@ -6,7 +6,8 @@ import time
 from collections.abc import Mapping
 
 from d9d_ckpt.errors import DestinationError
-from d9d_ckpt.formats.claim import CLAIM, Claim, read_claim
+from d9d_ckpt.formats.claim import CLAIM, Claim, is_temporary, read_claim
+from d9d_ckpt.formats.existing import superseded
 from d9d_ckpt.storage.store import Store, join
 
 
@@ -15,17 +16,25 @@ def take(
 ) -> None:
     """Claim the directory ``url`` for this save; ``again`` takes over the claim of the run before.
 
+    The claim of a writer that is certainly gone is no obstacle: what it left is removed.
+
     Raises:
         DestinationError: Another writer holds it; the message says who.
     """
+    place = join(url, CLAIM)
     mine = Claim(socket.gethostname(), os.getpid(), time.time(), save_id=save_id, work=work)
-    if again:
-        store.put(join(url, CLAIM), mine.encode())
-    elif not store.claim(join(url, CLAIM), mine.encode()):
-        raise DestinationError(
-            f"{url}: claimed by another writer ({_holder(store, url)}); if it is gone, delete "
-            f"{join(url, CLAIM)} and the unfinished files"
-        )
+    if not again and store.claim(place, mine.encode()):
+        return
+    if not again:
+        found = read_claim(store, place)
+        if found is None or not found.save_id or alive(found):
+            raise DestinationError(
+                f"{url}: claimed by another writer ({_holder(store, url)}); if it is gone, delete "
+                f"{place} and the unfinished files"
+            )
+        # Before the claim that names it is replaced: whoever comes next would not know of it.
+        _sweep(store, url, found.save_id)
+    store.put(place, mine.encode())
 
 
 def check(store: Store, url: str, save_id: str) -> None:
@@ -70,7 +79,7 @@ def interrupted(
     """
     found = read_claim(store, join(url, CLAIM))
     if found is None:
-        names = store.names(url)
+        names = [name for name in store.names(url) if not is_temporary(name)]
         if names:
             raise DestinationError(
                 f"{url}: not empty ({', '.join(names[:4])}), and no interrupted run to resume; choose "
@@ -89,6 +98,16 @@ def interrupted(
                 "delete the directory"
             )
     return found
+
+
+def _sweep(store: Store, url: str, save_id: str) -> None:
+    """Remove the files of a save that is over, unless they are those of the checkpoint there."""
+    kept = superseded(store, url).names
+    staged = [name for name in store.names(url) if name.startswith(f".{save_id}.")]
+    # Its directory even where there is none to be seen: unfinished uploads go with it.
+    for name in (save_id, *staged):
+        if name not in kept:
+            store.delete(join(url, name))
 
 
 def _holder(store: Store, url: str) -> str:

@@ -1,7 +1,7 @@
 """Two sets of tensors compared by value, a bounded slab at a time."""
 
 import importlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,7 +79,7 @@ def difference(
         detail = f"{a.dtype.name} {list(a.shape)} against {b.dtype.name} {list(b.shape)}"
         return Difference(name, None, None, detail)
     largest, count = 0.0, 0
-    for region in slabs(a.shape, a.dtype.itemsize, _SLAB):
+    for region in Region.whole(a.shape).slabs(_SLAB // a.dtype.itemsize):
         left, right = (np.empty(region.numel * a.dtype.itemsize, np.uint8) for _ in range(2))
         readers[0].read_into(a, region, left)
         readers[1].read_into(b, region, right)
@@ -105,22 +105,3 @@ def _apart(
     if not bool(wrong.any()):
         return 0.0, 0
     return float(apart[wrong].max()), int(wrong.sum())
-
-
-def slabs(shape: tuple[int, ...], itemsize: int, limit: int) -> Iterator[Region]:
-    """Boxes that tile a tensor of ``shape``, each of at most ``limit`` bytes where elements allow it."""
-    todo = [Region.whole(shape)]
-    while todo:
-        box = todo.pop()
-        if not box.numel:
-            continue
-        if box.numel * itemsize <= limit or box.numel == 1:
-            yield box
-            continue
-        dim = next(d for d, n in enumerate(box.shape) if n > 1)
-        parts = min(-(-box.numel * itemsize // limit), box.shape[dim])
-        size = -(-box.shape[dim] // parts)
-        todo.extend(
-            box.narrow(dim, at, min(size, box.shape[dim] - at))
-            for at in range(0, box.shape[dim], size)
-        )

@@ -5,15 +5,14 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 from d9d_ckpt.errors import MissingError, StorageError
-from d9d_ckpt.formats.base import Arrangement, Digests, Record, Sink
-from d9d_ckpt.formats.claim import CLAIM, OURS
-from d9d_ckpt.formats.existing import NOTHING, Superseded
+from d9d_ckpt.formats.base import Arrangement, Content, OutFile, Record, Sink
+from d9d_ckpt.formats.claim import CLAIM, is_temporary
+from d9d_ckpt.formats.existing import NOTHING, Superseded, outranking
+from d9d_ckpt.formats.huggingface import SINGLE
 from d9d_ckpt.run import claim
-from d9d_ckpt.run.commit import replace
+from d9d_ckpt.run.commit import names_of, replace, settle_small, small_places
 from d9d_ckpt.storage.store import FileStore, join
-from d9d_ckpt.tensors import Target, format_bytes
-
-_TMP = ".tmp"
+from d9d_ckpt.tensors import format_bytes
 
 
 @dataclass(frozen=True)
@@ -34,6 +33,15 @@ class Directory:
     work: Mapping[str, str] = field(default_factory=dict)
     again: bool = False
 
+    def place(self, file: OutFile) -> str:
+        """URL that a file has until the commit."""
+        return join(self.url, file.staged)
+
+    @property
+    def taken(self) -> Collection[str]:
+        """All but a single file's, which is replaced at once."""
+        return [name for name in self.old.names if name != SINGLE]
+
     def prepare(self, arrangement: Arrangement, save_id: str) -> None:
         """Check room, claim the directory and create the files.
 
@@ -47,10 +55,14 @@ class Directory:
             raise StorageError(
                 f"{self.url}: {format_bytes(needed)} are to be written, {format_bytes(free)} are free"
             )
-        claim.take(self.store, self.url, save_id, self.work, again=self.again)
+        try:
+            claim.take(self.store, self.url, save_id, self.work, again=self.again)
+        except BaseException:
+            self.store.remove_empty(self.url)
+            raise
         try:
             for file in arrangement.files:
-                url = join(self.url, file.staged)
+                url = self.place(file)
                 if not (self.again and self._is_there(url, file.nbytes)):
                     self.store.create(url, file.nbytes, self.old.mode)
         except BaseException:
@@ -59,46 +71,45 @@ class Directory:
 
     def _is_there(self, url: str, nbytes: int) -> bool:
         try:
-            return self.store.size(url) == nbytes
+            return self.store.size(url) >= nbytes
         except MissingError:
             return False
 
-    def commit(
-        self,
-        sink: Sink,
-        targets: Sequence[Target],
-        arrangement: Arrangement,
-        digests: Digests,
-        small: Mapping[str, bytes],
-    ) -> None:
+    def commit(self, sink: Sink, content: Content) -> None:
         """Headers, durable files, final names, then the record: only now the checkpoint exists.
 
-        When a step fails, what was there before is put back.
+        No file takes the name of one of the old checkpoint, which stays what a reader finds until the
+        record is there, but for a single file that is the record itself. When a step fails, what was
+        there before is put back.
         """
-        self._finish(sink, arrangement, digests)
-        record = sink.record(targets, arrangement, digests, small)
+        self._finish(sink, content)
+        record = sink.record(content)
         claim.check(self.store, self.url, sink.save_id)
-        renamed = [f for f in arrangement.files if f.staged != f.name]
+        before, after = small_places(self.store, self.url, self.old, sink, content)
         with ExitStack() as undo:
-            # A single file takes the place of a single file at once; any other set of files to be
-            # renamed could be mixed with the old one, which must not look complete meanwhile.
-            if renamed and self.old.names != tuple(f.name for f in renamed):
-                for name in self.old.names:
-                    self._set_aside(name, undo)
-            for name, content in small.items():
-                self._replace(Record(name, content), undo)
-            for file in renamed:
-                self.store.publish(join(self.url, file.staged), join(self.url, file.name))
-                if self.old.names != (file.name,):
-                    undo.callback(self.store.delete, join(self.url, file.name))
-            self.store.sync(self.url)
+            for name, text in before.items():
+                self._replace(Record(name, text), undo)
+            for file in content.arrangement.files:
+                if file.staged != file.name:
+                    self.store.publish(self.place(file), join(self.url, file.name))
+                    if file.name not in self.old.names:
+                        undo.callback(self.store.delete, join(self.url, file.name))
+            self._sync_folders([*before, ""])
             if record is not None:
                 self._replace(record, undo)
             self.store.sync(self.url)
+            rivals = outranking(sink.record_name(content.arrangement), self.old)
+            self._delete(rivals)
             undo.pop_all()
+        for name, text in after.items():
+            self.store.put(join(self.url, name), text, self.old.mode)
+        if rivals or after:
+            self.store.sync(self.url)
 
-    def tidy(self, new: Collection[str]) -> None:
-        """Remove what the checkpoint has replaced, what was set aside, and the claim."""
+    def tidy(self, sink: Sink, content: Content) -> None:
+        """Remove what the checkpoint has replaced, and the claim."""
+        settle_small(self.store, self.url, sink.save_id, content, self.old.mode)
+        new = names_of(sink, content)
         self._delete([name for name in self.old.names if name not in new])
         self._delete([*self._leftovers(), CLAIM])
 
@@ -108,30 +119,31 @@ class Directory:
         self._delete([save_id, *self._leftovers(), CLAIM])
         self.store.remove_empty(self.url)
 
-    def _finish(self, sink: Sink, arrangement: Arrangement, digests: Digests) -> None:
+    def _finish(self, sink: Sink, content: Content) -> None:
         """Headers, then everything durable."""
-        for number, file in enumerate(arrangement.files):
-            header = sink.header(arrangement, number, digests)
-            self.store.write(join(self.url, file.staged), 0, memoryview(header))
+        files = content.arrangement.files
+        for number, file in enumerate(files):
+            url = self.place(file)
+            self.store.write(url, 0, memoryview(sink.header(content, number)))
+            # An interrupted run may have left more behind the last chunk.
+            self.store.truncate(url, content.nbytes(number))
         self.store.flush()
-        for file in arrangement.files:
-            self.store.sync(join(self.url, file.staged))
-        for directory in sorted({f.staged.rpartition("/")[0] for f in arrangement.files}):
-            self.store.sync(join(self.url, directory) if directory else self.url)
+        for file in files:
+            self.store.sync(self.place(file))
+        self._sync_folders([file.staged for file in files])
 
-    def _set_aside(self, name: str, undo: ExitStack) -> None:
-        url, aside = join(self.url, name), join(self.url, f"{OURS}old.{name}{_TMP}")
-        self.store.publish(url, aside)
-        undo.callback(self.store.publish, aside, url)
+    def _sync_folders(self, names: Sequence[str]) -> None:
+        """Make the entries of the directories of ``names`` durable."""
+        for folder in sorted({name.rpartition("/")[0] for name in names}):
+            self.store.sync(join(self.url, folder) if folder else self.url)
 
     def _replace(self, record: Record, undo: ExitStack) -> None:
         url = join(self.url, record.name)
         replace(self.store, url, record.content, self.old.mode, undo)
 
     def _leftovers(self) -> list[str]:
-        """Temporary files of small ones and of what was set aside; the claim says they are ours."""
-        names = self.store.names(self.url)
-        return [name for name in names if name.startswith(OURS) and name.endswith(_TMP)]
+        """Journals and temporary files of small ones; the claim says they are ours."""
+        return [name for name in self.store.names(self.url) if is_temporary(name)]
 
     def _delete(self, names: Sequence[str]) -> None:
         for name in names:

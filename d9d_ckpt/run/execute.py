@@ -4,24 +4,25 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
+from d9d_ckpt.codecs.zstd import Zstd
 from d9d_ckpt.errors import CkptError, StorageError
-from d9d_ckpt.formats.base import Arrangement, Digests, Sink
-from d9d_ckpt.plan.assign import Unit, split_queue, units, without
+from d9d_ckpt.formats.base import Arrangement, Content, Sink
+from d9d_ckpt.plan.assign import Lot, members, split_queue, weight, without
 from d9d_ckpt.plan.plan import Plan
 from d9d_ckpt.plan.schedule import Limits
 from d9d_ckpt.run import claim
 from d9d_ckpt.run.bucket import Bucket
 from d9d_ckpt.run.commit import Destination
-from d9d_ckpt.run.journal import Blocks
+from d9d_ckpt.run.journal import Finished, whole_files
 from d9d_ckpt.run.ranks import Ranks
 from d9d_ckpt.run.stream import Place
 from d9d_ckpt.run.upload import Uploader, Uploads
 from d9d_ckpt.run.workers import Job, Outcome, Progress, run
-from d9d_ckpt.storage.store import Options, is_local, join
+from d9d_ckpt.storage.store import Options
 from d9d_ckpt.tensors import BLOCK
 
 
@@ -40,7 +41,10 @@ class Work:
         workers: Local worker processes of each rank.
         save_id: Identity of the save, equal on every rank.
         small: Files that go along.
-        done: Blocks that an interrupted run has finished.
+        done: What an interrupted run has finished.
+        lots: The work, as it is shared among ranks and workers.
+        codec: How targets are encoded; None leaves them as they are.
+        committed: Whether the interrupted run had written its record, so that only its claim is left.
     """
 
     plan: Plan
@@ -53,7 +57,10 @@ class Work:
     workers: int
     save_id: str
     small: Mapping[str, bytes]
-    done: Blocks
+    done: Finished
+    lots: Sequence[Lot]
+    codec: Zstd | None = None
+    committed: bool = False
 
 
 @dataclass(frozen=True)
@@ -75,6 +82,10 @@ class Done:
 
 def execute(work: Work, ranks: Ranks, progress: Progress) -> Done:
     """Carry out ``work``; on any failure nothing of it is left and every rank raises the cause."""
+    if work.committed:
+        if ranks.rank == 0:
+            _tidied(work)
+        return Done(0, 0, 0, 0)
     _prepared(work, ranks)
     try:
         outcomes = _moved(work, ranks, progress)
@@ -132,8 +143,7 @@ def _moved(work: Work, ranks: Ranks, progress: Progress) -> list[Outcome]:
         if isinstance(work.destination, Bucket):
             result = [_uploaded(work, work.destination, ranks, _with_beat(progress, ranks))]
         else:
-            every = units(work.plan, remote=not is_local(work.source))
-            left = without(_share(every, ranks), work.done)
+            left = without(_share(work.lots, ranks), work.done.blocks)
             result = run(_job(work, left), _with_beat(progress, ranks))
     except CkptError as error:
         result = error
@@ -145,18 +155,30 @@ def _moved(work: Work, ranks: Ranks, progress: Progress) -> list[Outcome]:
 
 def _uploaded(work: Work, bucket: Bucket, ranks: Ranks, progress: Progress) -> Outcome:
     """Whole objects fall to one rank each: their parts and headers belong together."""
-    sizes = [file.nbytes for file in work.arrangement.files]
+    arrangement = work.arrangement
+    whole = whole_files(work.done, arrangement, work.plan)
+    lots: list[Lot] = []
+    if work.codec is None:
+        left = [n for n in range(len(arrangement.files)) if n not in whole]
+        sizes = [arrangement.files[n].nbytes for n in left]
+        files = [left[k] for k in split_queue(sizes, ranks.world)[ranks.rank]]
+    else:
+        done = {t: work.done.blocks[t] for n in whole for t in arrangement.files[n].targets}
+        lots = without(_share(work.lots, ranks), done)
+        files = sorted({arrangement.places[t][0] for lot in lots for t in members(lot)})
     uploads = Uploads(
         plan=work.plan,
         sink=work.sink,
         arrangement=work.arrangement,
-        files=split_queue(sizes, ranks.world)[ranks.rank],
+        files=files,
         limit=work.limit,
         threads=work.workers,
         source=work.source,
         destination=bucket.url,
         options=work.options,
         check=partial(claim.check, bucket.store, bucket.url, work.save_id),
+        codec=work.codec,
+        lots=lots,
     )
     return Uploader(uploads, bucket.store, progress).run()
 
@@ -174,24 +196,29 @@ def _with_beat(progress: Progress, ranks: Ranks) -> Progress:
     return tell
 
 
-def _share(all_units: Sequence[Unit], ranks: Ranks) -> list[Unit]:
-    numbers = split_queue([u.nbytes for u in all_units], ranks.world)[ranks.rank]
-    return [all_units[n] for n in numbers]
+def _share(lots: Sequence[Lot], ranks: Ranks) -> list[Lot]:
+    numbers = split_queue(list(map(weight, lots)), ranks.world)[ranks.rank]
+    return [lots[n] for n in numbers]
 
 
-def _job(work: Work, mine: Sequence[Unit]) -> Job:
-    files = work.arrangement.files
-    urls = [join(work.destination.url, f.staged) for f in files]
+def _job(work: Work, mine: Sequence[Lot]) -> Job:
+    urls = list(map(work.destination.place, work.arrangement.files))
+    ends: dict[str, int] = {}
+    for target, extent in work.done.extents.items():
+        url = urls[work.arrangement.places[target][0]]
+        ends[url] = max(ends.get(url, 0), extent.offset + extent.nbytes)
     return Job(
         plan=work.plan,
-        units=mine,
-        queues=split_queue([u.nbytes for u in mine], max(1, min(work.workers, len(mine)))),
+        lots=mine,
+        queues=split_queue(list(map(weight, mine)), max(1, min(work.workers, len(mine)))),
         limit=work.limit,
         source=work.source,
         destination=work.destination.url,
         options=work.options,
         save_id=work.save_id,
         places=[Place(urls[file], offset) for file, offset in work.arrangement.places],
+        codec=work.codec,
+        ends=ends,
     )
 
 
@@ -199,10 +226,7 @@ def _committed(work: Work, ranks: Ranks, outcomes: Sequence[Outcome]) -> None:
     failure: CkptError | None = None
     if ranks.rank == 0:
         try:
-            digests = _joined(work.plan, outcomes, work.done)
-            work.destination.commit(
-                work.sink, work.plan.targets, work.arrangement, digests, work.small
-            )
+            work.destination.commit(work.sink, _content(work, outcomes))
         except CkptError as error:
             failure = error
     ranks.broadcast(failure)
@@ -218,34 +242,38 @@ def _aborted(work: Work) -> None:
 
 def _tidied(work: Work) -> None:
     """What is left of the old checkpoint goes; the new one stands even if that fails."""
-    record = work.sink.record_name(work.arrangement)
-    new = {f.name for f in work.arrangement.files} | set(work.small) | {record}
+    content = Content(work.plan.targets, work.arrangement, {}, work.small)
     try:
-        work.destination.tidy(new)
+        work.destination.tidy(work.sink, content)
     except CkptError as error:
         _LOG.warning("the checkpoint is complete; what it replaced is not all removed: %s", error)
 
 
-def _joined(plan: Plan, outcomes: Sequence[Outcome], done: Blocks) -> Digests:
-    """The digests of every target in block order; every block must have been written once."""
-    blank: list[list[int | None]] = [[None] * (-(-t.nbytes // BLOCK)) for t in plan.targets]
-    for target, blocks in done.items():
+def _content(work: Work, outcomes: Sequence[Outcome]) -> Content:
+    """Digests of every target in block order and places; every block must have been written once."""
+    extents = dict(work.done.extents)
+    for outcome in outcomes:
+        extents.update(outcome.extents)
+    content = Content(work.plan.targets, work.arrangement, {}, work.small, extents)
+    counts = [-(-content.extent(n).nbytes // BLOCK) for n in range(len(content.targets))]
+    blank: list[list[int | None]] = [[None] * count for count in counts]
+    for target, blocks in work.done.blocks.items():
         for block, value in blocks.items():
             blank[target][block] = value
     for outcome in outcomes:
         for target, parts in outcome.digests.items():
             for first, values in parts:
                 blank[target][first : first + len(values)] = values
-    out = {}
-    for number, (box, found) in enumerate(zip(plan.targets, blank, strict=True)):
+    digests = {}
+    for number, (box, found) in enumerate(zip(content.targets, blank, strict=True)):
         filled = tuple(v for v in found if v is not None)
-        if len(filled) != -(-box.nbytes // BLOCK):
+        if len(filled) != counts[number]:
             raise StorageError(
-                f"tensor {box.name!r}: {len(filled)} of {-(-box.nbytes // BLOCK)} blocks were "
-                "written; nothing is committed"
+                f"tensor {box.name!r}: {len(filled)} of {counts[number]} blocks were written; "
+                "nothing is committed"
             )
-        out[number] = filled
-    return out
+        digests[number] = filled
+    return replace(content, digests=digests)
 
 
 def new_save_id() -> str:

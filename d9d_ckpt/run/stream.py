@@ -1,27 +1,29 @@
 """One worker's data path: read, verify, move, hash, write, within fixed buffers."""
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, Protocol, cast
 
 import numpy as np
 
+from d9d_ckpt.codecs import zstd
 from d9d_ckpt.codecs.checksum import block_digests, digest, to_hex
 from d9d_ckpt.errors import CorruptError
+from d9d_ckpt.formats.base import Extent
 from d9d_ckpt.graph.pieces import Piece, cells
 from d9d_ckpt.plan.plan import Plan
 from d9d_ckpt.plan.schedule import Limits, Move, Output, Pack, Read, Scatter, Task
 from d9d_ckpt.run.gather import Buffer, compute, copy
 from d9d_ckpt.run.journal import Written
 from d9d_ckpt.storage.store import FileStore, Store
-from d9d_ckpt.tensors import BLOCK
+from d9d_ckpt.tensors import BLOCK, Coding
 
 
 class Writer(Protocol):
     """Where outputs go."""
 
-    def write(self, target: int, start: int, view: memoryview) -> None:
-        """Put ``view`` at byte ``start`` of a target."""
+    def write(self, target: int, start: int, view: memoryview) -> Extent | None:
+        """Put ``view`` at byte ``start`` of a target; where that is, if it was not known before."""
         ...
 
 
@@ -31,6 +33,9 @@ class Place(NamedTuple):
     url: str
     offset: int
 
+
+Places = Sequence[Place] | Mapping[int, Place]
+"""By number of a target."""
 
 _KEPT_VIEWS = 256
 """Places of scattering reads kept: tiles repeat a few of them."""
@@ -42,23 +47,27 @@ _PENDING = 1 << 20
 class FileWriter:
     """Targets in files that exist already; small neighbours are written together."""
 
-    def __init__(self, store: FileStore, places: Sequence[Place]) -> None:
+    def __init__(self, store: FileStore, places: Places) -> None:
         self._store, self._places = store, places
         self._pending = bytearray()
         self._url, self._offset = "", 0
 
-    def write(self, target: int, start: int, view: memoryview) -> None:
+    def write(self, target: int, start: int, view: memoryview) -> Extent | None:
         place = self._places[target]
-        offset = place.offset + start
-        follows = place.url == self._url and offset == self._offset + len(self._pending)
+        self.put(place.url, place.offset + start, view)
+        return None
+
+    def put(self, url: str, offset: int, view: memoryview) -> None:
+        """Write ``view`` at ``offset`` of a file."""
+        follows = url == self._url and offset == self._offset + len(self._pending)
         if not follows or len(self._pending) + len(view) > _PENDING:
             self.flush()
         if len(view) >= _SMALL_WRITE:
             self.flush()
-            self._store.write(place.url, offset, view)
+            self._store.write(url, offset, view)
             return
         if not self._pending:
-            self._url, self._offset = place.url, offset
+            self._url, self._offset = url, offset
         self._pending += view
 
     def flush(self) -> None:
@@ -69,11 +78,34 @@ class FileWriter:
             self._pending.clear()
 
 
+class Appender:
+    """Encoded targets, each put behind the one before it in its file.
+
+    Args:
+        writer: Who writes.
+        places: File and end of the header, by target.
+        ends: Where to go on in files that an earlier run has begun, by URL.
+    """
+
+    def __init__(self, writer: FileWriter, places: Places, ends: Mapping[str, int]) -> None:
+        self._writer, self._places, self._ends = writer, places, dict(ends)
+
+    def write(self, target: int, start: int, view: memoryview) -> Extent | None:
+        if start:
+            raise ValueError(f"target {target} is not encoded in one piece")
+        url, first = self._places[target]
+        offset = self._ends.get(url, first)
+        self._writer.put(url, offset, view)
+        self._ends[url] = offset + len(view)
+        return Extent(offset, len(view))
+
+
 class Streamer:
     """Runs tasks; keeps counts and the digests of what it wrote.
 
     Attributes:
         digests: Per target, (first block, digests) of each output.
+        extents: Places of targets that were not known before.
         bytes_read: Bytes asked of the source.
         bytes_written: Bytes given to the writer.
     """
@@ -85,24 +117,28 @@ class Streamer:
         store: Store,
         writer: Writer,
         *,
+        codec: zstd.Zstd | None = None,
         digests: bool = True,
         note: Callable[[Sequence[Written]], None] | None = None,
     ) -> None:
         self.digests: dict[int, list[tuple[int, list[int]]]] = {}
+        self.extents: dict[int, Extent] = {}
         self.bytes_read = 0
         self.bytes_written = 0
-        self._hashing, self._note = digests, note
+        self._codec, self._hashing, self._note = codec, digests, note
         self._most_kept = limit.kept
         self._plan, self._store, self._writer = plan, store, writer
         self._source: Buffer = np.empty(limit.source, np.uint8)
         self._window: Buffer = np.empty(limit.sweep, np.uint8)
+        self._encoded: Buffer = np.empty(limit.encoded, np.uint8)
+        self._between: Buffer = np.empty(limit.gap, np.uint8)
         self._out: Buffer = np.empty(limit.tile, np.uint8)
         self._kept: OrderedDict[tuple[int, int], bytes] = OrderedDict()
         self._verified: set[int] = set()
         self._views: dict[Piece, list[memoryview]] = {}
 
     def run(self, task: Task) -> tuple[int, int]:
-        """Execute one task; the bytes written and the targets brought to their end."""
+        """Execute one task; the bytes of the targets made and the targets brought to their end."""
         nbytes = ended = 0
         noted: list[Written] = []
         for source in task.verify:
@@ -118,30 +154,32 @@ class Streamer:
             self._sweep(source, pieces)
         for output in task.outputs:
             view = self._assemble(output)
+            if self._codec is not None:
+                itemsize = self._plan.targets[output.target].spec.dtype.itemsize
+                view = memoryview(self._codec.encode(view, itemsize))
             found = block_digests(view) if self._hashing else []
-            self._writer.write(output.target, output.start, view)
+            extent = self._writer.write(output.target, output.start, view)
+            if extent is not None:
+                self.extents[output.target] = extent
             if self._hashing:
                 first = output.start // BLOCK
                 self.digests.setdefault(output.target, []).append((first, found))
-                noted.append(Written(output.target, first, found))
+                noted.append(Written(output.target, first, found, extent))
             nbytes += output.nbytes
+            self.bytes_written += len(view)
             ended += output.start + output.nbytes == self._plan.targets[output.target].nbytes
         if self._note is not None:
             self._note(noted)
-        self.bytes_written += nbytes
         return nbytes, ended
 
     def _read(self, reads: Sequence[Read]) -> None:
         """Fill the source buffer, neighbours in one call, and check every whole block."""
-        wanted = [self._from_kept(read) for read in reads]
+        wanted = [left for read in reads if (left := self._from_kept(read)).nbytes]
         start = 0
         for k in range(1, len(wanted) + 1):
             if k == len(wanted) or not self._follows(wanted[k - 1], wanted[k]):
                 self._fetch(wanted[start:k])
                 start = k
-        for read in wanted:
-            if self._plan.sources[read.source].xxh3 is not None:
-                self._verify(read)
         for read in reads:
             if read.shared:
                 self._keep(read)
@@ -163,22 +201,69 @@ class Streamer:
             self._kept.popitem(last=False)
 
     def _follows(self, a: Read, b: Read) -> bool:
-        """Whether ``b`` continues ``a`` both in the file and in the buffer."""
+        """Whether ``b`` is read with ``a``, which lies before it in the file, in one call."""
         left, right = self._plan.sources[a.source], self._plan.sources[b.source]
-        return (
-            a.at + a.nbytes == b.at
-            and left.offset + a.offset + a.nbytes == right.offset + b.offset
-            and left.file == right.file
-        )
+        if left.file != right.file or (left.coding is None) != (right.coding is None):
+            return False
+        if left.coding is not None:
+            return left.offset + left.nbytes == right.offset
+        gap = right.offset + b.offset - (left.offset + a.offset + a.nbytes)
+        return 0 <= gap <= len(self._between)
 
     def _fetch(self, reads: Sequence[Read]) -> None:
-        first, nbytes = reads[0], sum(read.nbytes for read in reads)
-        if not nbytes:
+        chunk = self._plan.sources[reads[0].source]
+        if chunk.coding is not None:
+            self._decode(reads)
             return
-        chunk = self._plan.sources[first.source]
-        view = self._source[first.at : first.at + nbytes].data
-        self._store.read_into(chunk.file, chunk.offset + first.offset, [view])
+        start = at = chunk.offset + reads[0].offset
+        begin = end = reads[0].at
+        views: list[memoryview] = []
+        for read in reads:
+            low = self._plan.sources[read.source].offset + read.offset
+            if low > at or read.at != end:
+                views += [self._source[begin:end].data, self._between[: low - at].data]
+                begin = read.at
+            at, end = low + read.nbytes, read.at + read.nbytes
+        views.append(self._source[begin:end].data)
+        self._store.read_into(chunk.file, start, views)
+        self.bytes_read += at - start
+        for read in reads:
+            if self._plan.sources[read.source].xxh3 is not None:
+                self._verify(read)
+
+    def _decode(self, reads: Sequence[Read]) -> None:
+        """Fill the source buffer from encoded chunks in a row, as many in one call as fit."""
+        batch: list[Read] = []
+        filled = 0
+        for read in reads:
+            nbytes = self._plan.sources[read.source].nbytes
+            if filled + nbytes > len(self._encoded):
+                self._decode_batch(batch, filled)
+                batch, filled = [], 0
+            batch.append(read)
+            filled += nbytes
+        self._decode_batch(batch, filled)
+
+    def _decode_batch(self, reads: Sequence[Read], nbytes: int) -> None:
+        first = self._plan.sources[reads[0].source]
+        self._store.read_into(first.file, first.offset, [self._encoded[:nbytes].data])
         self.bytes_read += nbytes
+        at = 0
+        for read in reads:
+            stored = self._encoded[at : at + self._plan.sources[read.source].nbytes]
+            self._decode_one(read.source, stored, self._source[read.at : read.at + read.nbytes])
+            at += len(stored)
+
+    def _decode_one(self, source: int, stored: Buffer, out: Buffer) -> None:
+        chunk = self._plan.sources[source]
+        self._check(source, 0, stored)
+        try:
+            zstd.decode(stored.data, cast("Coding", chunk.coding).itemsize, out)
+        except ValueError as error:
+            raise CorruptError(
+                f"{chunk.file}: bytes {chunk.offset} to {chunk.offset + chunk.nbytes} do not decode: "
+                f"{error}; restore the file, or list all damage with d9d-ckpt verify"
+            ) from error
 
     def _pack(self, pack: Pack) -> None:
         """Read every run by itself."""
@@ -198,6 +283,9 @@ class Streamer:
     def _sweep(self, source: int, pieces: Sequence[Piece]) -> None:
         """Read through the chunk in windows and pick the runs out of each; whole blocks are checked."""
         chunk, size = self._plan.sources[source], len(self._window)
+        if chunk.coding is not None:
+            self._pick(source, pieces)
+            return
         low = min(p.base for p in pieces) // BLOCK * BLOCK
         stop = max(p.base + p.reach for p in pieces) + 1
         high = min(-(-stop // BLOCK) * BLOCK, chunk.nbytes)
@@ -216,6 +304,16 @@ class Streamer:
             for part in parts[cell]:
                 inside = Piece(part.base - start, part.target, part.digits)
                 copy(window, self._source, inside)
+
+    def _pick(self, source: int, pieces: Sequence[Piece]) -> None:
+        """Decode a chunk and pick the runs out of it."""
+        chunk = self._plan.sources[source]
+        stored, block = self._encoded[: chunk.nbytes], self._window[: chunk.extent]
+        self._store.read_into(chunk.file, chunk.offset, [stored.data])
+        self.bytes_read += len(stored)
+        self._decode_one(source, stored, block)
+        for piece in pieces:
+            copy(block, self._source, piece)
 
     def _verify(self, read: Read) -> None:
         """Check the blocks that lie whole in what was read."""

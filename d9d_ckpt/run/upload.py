@@ -2,18 +2,23 @@
 
 import logging
 import resource
+import tempfile
 import threading
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
+from d9d_ckpt.codecs.zstd import Zstd
 from d9d_ckpt.errors import CkptError, StorageError
-from d9d_ckpt.formats.base import Arrangement, Sink
-from d9d_ckpt.plan.assign import Span, Unit
+from d9d_ckpt.formats.base import Arrangement, Content, Extent, Sink
+from d9d_ckpt.plan.assign import Lot, Span, Unit, members
 from d9d_ckpt.plan.plan import Plan
 from d9d_ckpt.plan.schedule import Limits, tasks
-from d9d_ckpt.run.stream import Streamer, Writer
+from d9d_ckpt.run.journal import Written, note
+from d9d_ckpt.run.stream import Appender, FileWriter, Place, Streamer, Writer
 from d9d_ckpt.run.workers import Outcome, Progress
+from d9d_ckpt.storage.local import LocalStore
 from d9d_ckpt.storage.opening import store_for
 from d9d_ckpt.storage.store import ObjectStore, Options, Upload, join
 from d9d_ckpt.tensors import BLOCK
@@ -85,6 +90,8 @@ class Uploads:
         destination: URL of the destination.
         options: Storage options.
         check: Raises when the destination is no longer this save's; called before objects appear.
+        codec: How targets are encoded; None leaves them as they are.
+        lots: Where they are encoded, the lots whose objects are ``files``.
     """
 
     plan: Plan
@@ -97,6 +104,8 @@ class Uploads:
     destination: str
     options: Options
     check: Callable[[], None]
+    codec: Zstd | None = None
+    lots: Sequence[Lot] = ()
 
 
 class PartWriter:
@@ -139,7 +148,8 @@ class Uploader:
 
     Servers that pass parts on as they come wait for the first one, so it cannot be kept for last. Where
     a header holds the checksums of what follows it, the source is therefore read twice: once to hash
-    what will be written, once to send it.
+    what will be written, once to send it. Objects whose targets are encoded are made in a temporary
+    directory of this machine, a lot at a time, since only then it is known where in them what lies.
     """
 
     def __init__(self, uploads: Uploads, store: ObjectStore, progress: Progress) -> None:
@@ -148,7 +158,9 @@ class Uploader:
         self._lock = threading.Lock()
         self._streamers: list[Streamer] = []
         self._digests: dict[int, list[tuple[int, list[int]]]] = {}
+        self._extents: dict[int, Extent] = {}
         self._open: dict[int, Upload] = {}
+        self._left: dict[int, int] = {}
         self._failed = threading.Event()
 
     def run(self) -> Outcome:
@@ -158,28 +170,33 @@ class Uploader:
             CkptError: What stopped the first part that failed; no object is left open.
         """
         u = self._uploads
-        parts = [part for file in u.files for part in parts_of(u.arrangement, u.plan, file)]
         try:
             with ThreadPoolExecutor(u.threads) as pool:
-                if not u.sink.plain_headers:
-                    self._finish([pool.submit(self._hash, part) for part in parts])
-                for file in u.files:
-                    url = join(u.destination, u.arrangement.files[file].name)
-                    self._open[file] = self._store.upload(url)
-                self._finish([pool.submit(self._send, part) for part in parts])
-                u.check()
-                self._finish([pool.submit(upload.complete) for upload in self._open.values()])
+                if u.codec is None:
+                    self._send_parts(pool)
+                else:
+                    self._finish([pool.submit(self._stage, lot) for lot in u.lots])
         except BaseException:
             self._drop()
             raise
         rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
         read = sum(s.bytes_read for s in self._streamers)
-        written = sum(part.nbytes for part in parts)
-        return Outcome(self._digests, read, written, rss)
+        written = sum(self._content(file).nbytes(file) for file in u.files)
+        return Outcome(self._digests, read, written, rss, self._extents)
+
+    def _send_parts(self, pool: ThreadPoolExecutor) -> None:
+        u = self._uploads
+        parts = [part for file in u.files for part in parts_of(u.arrangement, u.plan, file)]
+        if not u.sink.plain_headers:
+            self._finish([pool.submit(self._hash, part) for part in parts])
+        for file in u.files:
+            self._open[file] = self._store.upload(self._url(file))
+        self._left = Counter(part.file for part in parts)
+        self._finish([pool.submit(self._send, part) for part in parts])
 
     def _drop(self) -> None:
         """Abort every upload; a server that refuses even that must not hide why it came to it."""
-        for upload in self._open.values():
+        for upload in list(self._open.values()):
             try:
                 upload.abort()
             except CkptError as error:
@@ -218,15 +235,82 @@ class Uploader:
             own.streamer = self._streamer(own.writer, digests=u.sink.plain_headers)
         view = own.writer.begin(part)
         for task in tasks(u.plan, part.unit, u.limit):
-            nbytes, ended = own.streamer.run(task)
-            with self._lock:
-                self._progress(nbytes, ended)
+            self._tell(*own.streamer.run(task))
         self._collect(own.streamer)
         if part.number == 1:
-            targets = u.arrangement.files[part.file].targets
-            header = u.sink.header(u.arrangement, part.file, _in_order(self._digests, targets))
+            header = u.sink.header(self._content(part.file), part.file)
             view[: len(header)] = header
         self._open[part.file].put(part.number, part.offset, view)
+        with self._lock:
+            self._left[part.file] -= 1
+            last = not self._left[part.file]
+        if last:
+            self._complete(part.file)
+
+    def _stage(self, lot: Lot) -> None:
+        """Encode a lot to files of this machine and send them."""
+        self._check()
+        u, store = self._uploads, LocalStore()
+        placed = {target: u.arrangement.places[target] for target in members(lot)}
+        with tempfile.TemporaryDirectory(prefix="d9d-ckpt-") as folder:
+            paths = {file: f"{folder}/{file}" for file, _ in placed.values()}
+            places = {t: Place(paths[file], offset) for t, (file, offset) in placed.items()}
+            try:
+                for file, path in paths.items():
+                    store.create(path, len(u.arrangement.files[file].header))
+                writer = FileWriter(store, places)
+                streamer = self._streamer(Appender(writer, places, {}), digests=True)
+                for unit in lot:
+                    for task in tasks(u.plan, unit, u.limit):
+                        self._check()
+                        self._tell(*streamer.run(task))
+                writer.flush()
+                self._collect(streamer)
+                for file, path in sorted(paths.items()):
+                    header = u.sink.header(self._content(file), file)
+                    store.write(path, 0, memoryview(header))
+                    self._send_file(file, store, path)
+                    store.delete(path)
+            finally:
+                store.close()
+
+    def _send_file(self, file: int, store: LocalStore, path: str) -> None:
+        total = store.size(path)
+        buffer = memoryview(bytearray(min(total, max(PART, total // _MOST_PARTS))))
+        self._open[file] = self._store.upload(self._url(file))
+        for number, low in enumerate(range(0, total, len(buffer)), 1):
+            self._check()
+            view = buffer[: min(len(buffer), total - low)]
+            store.read_into(path, low, [view])
+            self._open[file].put(number, low, view)
+        self._complete(file)
+
+    def _complete(self, file: int) -> None:
+        """Make an object exist, and note what is in it for a run that has to go on from there."""
+        u = self._uploads
+        u.check()
+        self._open[file].complete()
+        with self._lock:
+            del self._open[file]
+            content = self._content(file)
+        written = [
+            Written(target, 0, content.digests[target], content.extents.get(target))
+            for target in u.arrangement.files[file].targets
+        ]
+        note(self._store, u.destination, u.sink.save_id, file, written)
+
+    def _content(self, file: int) -> Content:
+        """What is known of an object."""
+        u = self._uploads
+        digests = _in_order(self._digests, u.arrangement.files[file].targets)
+        return Content(u.plan.targets, u.arrangement, digests, extents=self._extents)
+
+    def _url(self, file: int) -> str:
+        return join(self._uploads.destination, self._uploads.arrangement.files[file].name)
+
+    def _tell(self, nbytes: int, ended: int) -> None:
+        with self._lock:
+            self._progress(nbytes, ended)
 
     def _check(self) -> None:
         if self._failed.is_set():
@@ -234,7 +318,8 @@ class Uploader:
 
     def _streamer(self, writer: Writer, *, digests: bool) -> Streamer:
         u = self._uploads
-        made = Streamer(u.plan, u.limit, store_for(u.source, u.options), writer, digests=digests)
+        source = store_for(u.source, u.options)
+        made = Streamer(u.plan, u.limit, source, writer, codec=u.codec, digests=digests)
         with self._lock:
             self._streamers.append(made)
         return made
@@ -243,7 +328,9 @@ class Uploader:
         with self._lock:
             for target, found in streamer.digests.items():
                 self._digests.setdefault(target, []).extend(found)
+            self._extents.update(streamer.extents)
         streamer.digests.clear()
+        streamer.extents.clear()
 
 
 def _in_order(

@@ -1,5 +1,6 @@
-"""Local workers: processes that drain a queue of units, or threads where forking is no option."""
+"""Local workers: processes that drain a queue of lots, or threads where forking is no option."""
 
+import importlib
 import os
 import pickle
 import resource
@@ -10,16 +11,18 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from d9d_ckpt.codecs.zstd import Zstd
 from d9d_ckpt.errors import CkptError, StorageError
-from d9d_ckpt.plan.assign import Unit
+from d9d_ckpt.formats.base import Extents
+from d9d_ckpt.plan.assign import Lot
 from d9d_ckpt.plan.plan import Plan
 from d9d_ckpt.plan.schedule import Limits, tasks
 from d9d_ckpt.run.journal import Journal
-from d9d_ckpt.run.stream import FileWriter, Place, Streamer
+from d9d_ckpt.run.stream import Appender, FileWriter, Place, Streamer
 from d9d_ckpt.storage.local import LocalStore
 from d9d_ckpt.storage.opening import store_for
 from d9d_ckpt.storage.store import Options, is_local
@@ -37,18 +40,20 @@ class Job:
 
     Attributes:
         plan: The plan.
-        units: All units of this process.
-        queues: Numbers of the units, by worker.
+        lots: All work of this process.
+        queues: Numbers of the lots, by worker.
         limit: Buffer sizes of a worker.
         source: URL of the source, for its store.
         destination: URL of the destination, for its store.
         options: Storage options.
-        places: Where each target lies.
+        places: Where each target lies; the end of the header of its file where it is encoded.
         save_id: Identity of the save, for the journals.
+        codec: How targets are encoded; None leaves them as they are.
+        ends: Ends of what files hold already, by URL, where targets are encoded.
     """
 
     plan: Plan
-    units: Sequence[Unit]
+    lots: Sequence[Lot]
     queues: Sequence[Sequence[int]]
     limit: Limits
     source: str
@@ -56,6 +61,8 @@ class Job:
     options: Options
     places: Sequence[Place]
     save_id: str
+    codec: Zstd | None = None
+    ends: Mapping[str, int] = field(default_factory=dict)
 
 
 class Outcome(NamedTuple):
@@ -66,12 +73,14 @@ class Outcome(NamedTuple):
         bytes_read: Bytes read.
         bytes_written: Bytes written.
         peak_rss: Its peak resident memory, bytes.
+        extents: Where the encoded targets lie.
     """
 
     digests: dict[int, list[tuple[int, list[int]]]]
     bytes_read: int
     bytes_written: int
     peak_rss: int
+    extents: Extents
 
 
 def run(job: Job, progress: Progress) -> list[Outcome]:
@@ -102,20 +111,23 @@ def forking(source: str, destination: str) -> bool:
 def _work(job: Job, numbers: Iterator[int], progress: Progress) -> Outcome:
     source = store_for(job.source, job.options)
     destination = LocalStore()
-    writer = FileWriter(destination, job.places)
-    journal = Journal(job.destination, job.save_id)
-    streamer = Streamer(job.plan, job.limit, source, writer, note=journal.note)
+    files = FileWriter(destination, job.places)
+    writer = files if job.codec is None else Appender(files, job.places, job.ends)
+    journal = Journal(destination, job.destination, job.save_id)
+    streamer = Streamer(job.plan, job.limit, source, writer, codec=job.codec, note=journal.note)
     try:
         for number in numbers:
-            for task in tasks(job.plan, job.units[number], job.limit):
-                progress(*streamer.run(task))
-        writer.flush()
+            for unit in job.lots[number]:
+                for task in tasks(job.plan, unit, job.limit):
+                    progress(*streamer.run(task))
+        files.flush()
     finally:
         source.close()
         destination.close()
-        journal.close()
     rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
-    return Outcome(streamer.digests, streamer.bytes_read, streamer.bytes_written, rss)
+    return Outcome(
+        streamer.digests, streamer.bytes_read, streamer.bytes_written, rss, streamer.extents
+    )
 
 
 def _run_threads(job: Job, progress: Progress) -> list[Outcome]:
@@ -162,7 +174,8 @@ def _joined(outcomes: Sequence[Outcome]) -> Outcome:
             digests.setdefault(target, []).extend(parts)
     read = sum(o.bytes_read for o in outcomes)
     written = sum(o.bytes_written for o in outcomes)
-    return Outcome(digests, read, written, max(o.peak_rss for o in outcomes))
+    extents = {target: extent for o in outcomes for target, extent in o.extents.items()}
+    return Outcome(digests, read, written, max(o.peak_rss for o in outcomes), extents)
 
 
 @dataclass
@@ -176,15 +189,18 @@ class _Child:
 
 
 class _Processes:
-    """Forked workers. Each takes units from its own queue, then from the others'.
+    """Forked workers. Each takes lots from its own queue, then from the others'.
 
-    A queue is a pipe filled with unit numbers beforehand: taking one is one atomic read.
+    A queue is a pipe filled with lot numbers beforehand: taking one is one atomic read.
     """
 
     def __init__(self, job: Job, progress: Progress) -> None:
         self._job, self._progress = job, progress
 
     def run(self) -> list[Outcome]:
+        if any(move.computed for move in self._job.plan.movements):
+            # Once here, instead of seconds in every child.
+            importlib.import_module("torch")
         sys.stdout.flush()
         sys.stderr.flush()
         queues = [_filled_pipe(q) for q in self._job.queues]
@@ -304,7 +320,7 @@ def _filled_pipe(numbers: Sequence[int]) -> int:
     done = os.write(writer, data) if data else 0
     os.close(writer)
     if done < len(data):
-        raise StorageError(f"{len(numbers)} units of work do not fit a pipe")
+        raise StorageError(f"{len(numbers)} lots of work do not fit a pipe")
     return reader
 
 

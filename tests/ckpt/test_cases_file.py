@@ -215,4 +215,55 @@ def test_f05_a_destination_holds_nothing_else_afterwards(tmp_path, shards):
     convert(src, tmp_path / "x", "huggingface", "--max-shard-size", -(-5 // shards) * 8)
     names = sorted(os.listdir(tmp_path / "x"))
     assert not [n for n in names if n.startswith(".")]
-    assert len(names) == (1 if shards == 1 else len({*names}))
+    assert len(names) == (1 if shards == 1 else shards + 1)
+
+
+def test_f05_a_variant_beside_the_weights_is_left_alone(tmp_path):
+    """An EMA set with an index of its own is no part of what is replaced."""
+    old = {f"t{n}": torch.full((4,), float(n)) for n in range(4)}
+    dst = write_hf(tmp_path / "dst", old, shards=2)
+    ema = [f"ema-0000{n}-of-00002.safetensors" for n in (1, 2)]
+    for n, name in enumerate(ema):
+        write_hf(tmp_path / name, {f"t{n}": torch.ones(1)})
+        (tmp_path / name / SINGLE).rename(dst / name)
+    (dst / "ema.safetensors.index.json").write_text("{}")
+    before = everything(dst)
+    new = {name: t + 10 for name, t in old.items()}
+    convert(write_hf(tmp_path / "src", new), dst, "huggingface", "--overwrite")
+    assert equal(read_hf(dst), new)
+    after = everything(dst)
+    kept = (*ema, "ema.safetensors.index.json")
+    assert {n: after[n] for n in kept} == {n: before[n] for n in kept}
+    assert sorted(after) == sorted((*kept, SINGLE))
+
+
+# -- checksums ---------------------------------------------------------------------------------
+
+
+def test_d08_a_file_of_another_step_with_the_same_size_is_named(tmp_path):
+    made = [tmp_path / name for name in ("a", "b")]
+    for number, path in enumerate(made):
+        src = write_hf(tmp_path / f"src{number}", {"w": torch.full((300_000,), float(number))})
+        convert(src, path, "huggingface")
+    sizes = {(path / SINGLE).stat().st_size for path in made}
+    assert len(sizes) == 1
+    head, data = ((path / SINGLE).read_bytes() for path in made)
+    length = 8 + int.from_bytes(head[:8], "little")
+    (made[0] / SINGLE).write_bytes(head[:length] + data[length:])
+    result = cli("verify", made[0], "--json")
+    assert result.code == 1
+    damaged = result.json["damaged"]
+    assert [(d["file"], d["tensor"]) for d in damaged] == [
+        (SINGLE, f"w at byte {length}"),
+        (SINGLE, f"w at byte {length + 2**20}"),
+    ]
+    assert all(d["expected"] != d["found"] for d in damaged)
+    refused(cli("convert", made[0], tmp_path / "x", "--to", "huggingface"), 3, SINGLE, "damaged")
+
+
+def test_d08_verification_without_anything_to_verify_by_is_a_failure(tmp_path):
+    src = write_hf(tmp_path / "src", {"w": torch.ones(4)})
+    result = cli("verify", src, "--json")
+    assert result.code == 1
+    assert not result.json["ok"]
+    assert result.json["reason"] == "no checksums recorded"

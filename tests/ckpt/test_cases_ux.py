@@ -336,3 +336,19 @@ def test_u04_debug_shows_the_traceback(tmp_path):
     assert done.returncode == 3
     assert "Traceback" in done.stderr
     assert done.stderr.splitlines()[-1].startswith("d9d-ckpt: ")
+
+
+def test_diff_of_one_step_of_two_runs(tmp_path):
+    for run in "ab":
+        for step in (1, 2):
+            changed = run == "b" and step == 2
+            src = write_hf(tmp_path / f"{run}{step}", {"w": torch.full((4,), 1.0 + changed)})
+            (tmp_path / "m.py").write_text("def f(c):\n    return dict(c.tensors)\n")
+            argv = ("--layout", "tp=1", "--mapping", f"{tmp_path}/m.py:f")
+            convert(src, tmp_path / run / f"step-0000000{step}", "sharded", *argv)
+    runs = (tmp_path / "a", tmp_path / "b")
+    assert cli("diff", *runs).code == 1
+    assert cli("diff", *runs, "--step", 1).code == 0
+    assert cli("diff", *runs, "--step", 2).code == 1
+    refused(cli("diff", *runs, "--step", 3), 3, "no step 3", "there are 1, 2")
+    refused(cli("diff", tmp_path / "a1", runs[0], "--step", 1), 4, "a1: step 1 was asked for")

@@ -254,8 +254,6 @@ def test_graph_text_and_dot(hf, sharded):
     [
         (("--to", "dcp"), "dcp"),
         (("--to", "megatron"), "megatron"),
-        (("--to", "sharded", "--layout", "tp=1", "--codec", "zstd"), "zstd"),
-        (("--to", "sharded", "--layout", "tp=1", "--codec", "zstd:3"), "zstd:3"),
     ],
 )
 def test_what_is_not_there_yet_is_refused(hf, tmp_path, argv, word):

@@ -173,26 +173,17 @@ def test_overwrite_by_the_other_format(server, at, small, tmp_path):
 
 
 @both
-def test_overwrite_of_a_hugging_face_file_is_refused(server, at, small, tmp_path):
+@pytest.mark.parametrize("size", [(), ("--max-shard-size", "3000")], ids=["one", "files"])
+def test_overwrite_of_hugging_face_files(server, at, small, tmp_path, size):
+    """The new files have names of their own; the old ones go once the index tells of the new."""
     url = f"{server.url}/a"
-    convert(small, url, "huggingface")
-    before = read_hf(server.fetch("a", tmp_path / "a"))
-    argv = ("--to", "huggingface", "--overwrite", "--dtype", "bfloat16")
-    refused(cli("convert", small, url, *argv), 4, "cannot be set aside", "another place")
-    after = read_hf(server.fetch("a", tmp_path / "b"))
-    assert before.keys() == after.keys()
-    assert all(torch.equal(before[name], after[name]) for name in before)
-
-
-@both
-def test_overwrite_that_would_mix_is_refused(server, at, small):
-    url = f"{server.url}/a"
-    argv = ("--max-shard-size", "3000")
-    convert(small, url, "huggingface", *argv)
-    before = server.objects()
-    result = cli("convert", small, url, "--to", "huggingface", "--overwrite", "--workers", 1, *argv)
-    refused(result, 4, "cannot be set aside", "another place")
-    assert server.objects() == before
+    convert(small, url, "huggingface", *size)
+    old = {n for n in server.objects() if n.endswith(".safetensors")}
+    convert(small, url, "huggingface", "--overwrite", "--dtype", "bfloat16", "--verify", *size)
+    assert not old & set(server.objects())
+    found = read_hf(server.fetch("a", tmp_path / "a"))
+    assert equal(found, {n: t.to(torch.bfloat16) for n, t in SMALL.tensors.items()})
+    assert json.loads(server.get("a/config.json"))["torch_dtype"] == "bfloat16"
     assert server.uploads() == []
 
 

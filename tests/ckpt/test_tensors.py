@@ -1,6 +1,8 @@
 """Dtypes, specs, boxes and sizes."""
 
 import itertools
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -158,3 +160,15 @@ def test_sizes_that_people_write(text, size):
 def test_what_is_no_size_is_an_error_of_ours(text):
     with pytest.raises(CkptError, match="is not a size"):
         parse_bytes(text)
+
+
+def test_u03_the_mark_of_a_catalogue_is_the_same_in_every_process():
+    program = (
+        "from d9d_ckpt.tensors import *\n"
+        "spec = TensorSpec(DTYPES['BF16'], (4,))\n"
+        "chunks = (Chunk(Region((0,), (2,)), 'f', 0, 4), Chunk(Region((2,), (2,)), 'f', 4, 4, xxh3=(7,)))\n"
+        "print(Catalogue({'w': Entry(spec, chunks)}).mark)\n"
+    )
+    command = [sys.executable, "-c", program]
+    found = {subprocess.check_output(command) for _ in range(3)}  # noqa: S603
+    assert len(found) == 1

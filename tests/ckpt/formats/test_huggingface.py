@@ -466,7 +466,14 @@ def test_f05_shards_replaced_by_more(tmp_path):
 
 
 def test_f05_shards_replaced_by_as_many(tmp_path):
-    assert overwritten(tmp_path, 5, 48) == {INDEX, *shard_names(5)}
+    """The old ones keep their names until the new index counts, so the new ones have others."""
+    names = overwritten(tmp_path, 5, 48) - {INDEX}
+    (save,) = {name.removeprefix("model-").rsplit("-", 3)[0] for name in names}
+    assert names == {name.replace("model", f"model-{save}", 1) for name in shard_names(5)}
+    convert(
+        tmp_path / "src", tmp_path / "dst", "huggingface", "--overwrite", "--max-shard-size", 48
+    )
+    assert set(files(tmp_path / "dst")) >= {INDEX, *shard_names(5)}
 
 
 def test_f05_a_used_directory_is_refused_without_overwrite(tmp_path):

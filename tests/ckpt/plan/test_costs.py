@@ -1,6 +1,7 @@
 """What a plan says it will cost, against sets of bytes."""
 
 import numpy as np
+import pytest
 import torch
 from helpers.families import checkpoint, forward, small
 from helpers.strategies import programs, regions, run, seeded, values_of
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 
 from d9d_ckpt.graph import build, ops
 from d9d_ckpt.graph.build import LazyTensor
+from d9d_ckpt.graph.mosaic import stored
 from d9d_ckpt.layout.topology import Topology
 from d9d_ckpt.models.family import to_training
 from d9d_ckpt.models.registry import family
@@ -17,7 +19,7 @@ from d9d_ckpt.plan.lower import Request, lower
 from d9d_ckpt.plan.plan import FROM, MOVE, SOURCE, TARGET
 from d9d_ckpt.plan.requests import held_requests, stored_requests
 from d9d_ckpt.plan.schedule import limits
-from d9d_ckpt.tensors import BLOCK, Chunk, Region, TensorSpec, dtype_from_torch
+from d9d_ckpt.tensors import BLOCK, Chunk, Coding, Entry, Region, TensorSpec, dtype_from_torch
 from make_checkpoint import config_json
 
 LIMIT = limits(64 << 20)
@@ -25,9 +27,7 @@ LIMIT = limits(64 << 20)
 
 def chunk(name, nbytes, *, checksums):
     count = -(-nbytes // BLOCK)
-    return Chunk(
-        Region((0,), (nbytes,)), name, 0, nbytes, "none", (0,) * count if checksums else None
-    )
+    return Chunk(Region((0,), (nbytes,)), name, 0, nbytes, xxh3=(0,) * count if checksums else None)
 
 
 def bytes_of(plan, row):
@@ -153,6 +153,62 @@ def test_zeros_cost_nothing_to_read():
     x = LazyTensor(ops.leaf(chunk("x", 16, checksums=False), spec)).pad(0, 3, 5)
     plan = lower([Request("t", x.node, (Region.whole((12,)),), (0,))])
     assert told(plan, 1, whole_blocks=False) == [(16, 16, 48)]
+
+
+@pytest.mark.parametrize(
+    ("checksums", "read"),
+    [(False, 128 * 384), (True, 256 * 384)],
+)
+def test_scales_are_read_whole_by_every_rank_that_needs_one(checksums, read):
+    weight = TensorSpec(dtype_from_torch("float8_e4m3fn"), (256, 384))
+    scale = TensorSpec(dtype_from_torch("float32"), (2, 3))
+    values = ops.dequantize(
+        ops.leaf(chunk("w", 256 * 384, checksums=checksums), weight),
+        ops.leaf(chunk("s", 24, checksums=checksums), scale),
+        (128, 128),
+    )
+    node = ops.cast(values, dtype_from_torch("bfloat16"))
+    halves = (Region((0, 0), (128, 384)), Region((128, 0), (128, 384)))
+    found = costs(lower([Request("t", node, halves, (0, 2))]), 3, LIMIT, whole_blocks=True)
+    each = (read + 24, 128 * 384 + 24, 2 * 128 * 384, 2)
+    assert [(c.bytes_read, c.bytes_needed, c.bytes_written, c.requests) for c in found] == [
+        each,
+        (0, 0, 0, 0),
+        each,
+    ]
+
+
+def test_two_targets_of_one_rank_share_their_scales():
+    weight = TensorSpec(dtype_from_torch("float8_e4m3fn"), (2, 4))
+    scale = ops.leaf(
+        chunk("s", 4, checksums=False), TensorSpec(dtype_from_torch("float32"), (1, 1))
+    )
+    requests = [
+        Request(
+            name,
+            ops.dequantize(ops.leaf(chunk(name, 8, checksums=False), weight), scale, (2, 4)),
+            (Region.whole((2, 4)),),
+            (0,),
+        )
+        for name in "ab"
+    ]
+    assert told(lower(requests), 1, whole_blocks=False) == [(8 + 8 + 4, 8 + 8 + 4, 2 * 4 * 8)]
+
+
+def test_encoded_chunks_are_read_whole_once_by_every_rank_that_needs_a_part():
+    spec = TensorSpec(dtype_from_torch("bfloat16"), (8, 4))
+    chunks = tuple(
+        Chunk(Region((row, 0), (4, 4)), "f", 100 * row, 20 + row, Coding("zstd", 2, 32))
+        for row in (0, 4)
+    )
+    node = stored("t", Entry(spec, chunks))
+    boxes = (Region((0, 0), (2, 4)), Region((2, 0), (1, 4)), Region((3, 0), (5, 4)))
+    # Rank 0 takes two parts of the first chunk, rank 1 the rest of it and all of the second.
+    found = costs(lower([Request("t", node, boxes, (0, 0, 1))]), 2, LIMIT, whole_blocks=True)
+    assert [(c.bytes_read, c.bytes_needed, c.requests) for c in found] == [
+        (20, 20, 1),
+        (44, 44, 2),
+    ]
 
 
 def test_nothing_costs_nothing():

@@ -18,15 +18,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from d9d_ckpt.codecs import checksum
+from d9d_ckpt.codecs.zstd import Zstd
 from d9d_ckpt.errors import CorruptError, ResourceError
 from d9d_ckpt.graph import build, ops
 from d9d_ckpt.graph.build import LazyTensor
+from d9d_ckpt.graph.mosaic import stored as stored_as
 from d9d_ckpt.plan import assign, lower, schedule
 from d9d_ckpt.plan.assign import Span, Unit, units
 from d9d_ckpt.plan.schedule import limits, tasks
 from d9d_ckpt.run import stream
 from d9d_ckpt.run.stream import Streamer
-from d9d_ckpt.tensors import BLOCK, Chunk, Region, TensorSpec, dtype_from_torch
+from d9d_ckpt.tensors import BLOCK, Chunk, Coding, Entry, Region, TensorSpec, dtype_from_torch
 
 TINY = 64
 """Bytes of a shrunk block."""
@@ -45,6 +47,7 @@ def shrunk():
         (schedule, "_SWEEP", 4 * TINY),
         (schedule, "_SWEPT_GAP", 24),
         (schedule, "_MOST_KEPT", 3),
+        (schedule, "_ENCODED", 2 * TINY),
         (assign, "SHORT", 32),
         (assign, "_UNIT", 16 * TINY),
     ):
@@ -55,13 +58,15 @@ def shrunk():
 class Sources:
     """Chunks in files of one dict; which bytes were read, and from where."""
 
-    def __init__(self, *, checksums, block):
+    def __init__(self, *, checksums, block, encoded=False):
         self.files: dict[str, bytearray] = {}
         self.reads: list[tuple[str, int, int]] = []
-        self._checksums, self._block = checksums, block
+        self._checksums, self._block, self._encoded = checksums, block, encoded
 
     def add(self, tensor):
         """``tensor`` as a lazy one over its bytes, which lie at an odd place of a file."""
+        if self._encoded:
+            return self._add_encoded(tensor)
         raw = bits(tensor).tobytes()
         number = len(self.files)
         pad = 8 + number * 8
@@ -74,8 +79,36 @@ class Sources:
                 for at in range(0, len(raw), self._block)
             )
         spec = TensorSpec(dtype_from_torch(str(tensor.dtype)), tuple(tensor.shape))
-        chunk = Chunk(Region.whole(spec.shape), url, pad, len(raw), "none", xxh3)
+        chunk = Chunk(Region.whole(spec.shape), url, pad, len(raw), xxh3=xxh3)
         return LazyTensor(ops.leaf(chunk, spec))
+
+    def _add_encoded(self, tensor):
+        """In pieces of at most a block, encoded, every second one in the same file."""
+        spec = TensorSpec(dtype_from_torch(str(tensor.dtype)), tuple(tensor.shape))
+        itemsize, chunks = spec.dtype.itemsize, []
+        first = len(self.files)
+        for k, region in enumerate(Region.whole(spec.shape).slabs(self._block // itemsize)):
+            raw = bits(box(tensor, region)).tobytes()
+            stored = Zstd().encode(memoryview(raw), itemsize)
+            url = f"file{first + k % 2}"
+            content = self.files.setdefault(url, bytearray(b"\xaa" * 3))
+            digests = [
+                checksum.digest(stored[at : at + self._block])
+                for at in range(0, len(stored), self._block)
+            ]
+            chunks.append(
+                Chunk(
+                    region,
+                    url,
+                    len(content),
+                    len(stored),
+                    Coding("zstd", itemsize, len(raw)),
+                    tuple(digests) if self._checksums else None,
+                )
+            )
+            content += stored
+        self.files.setdefault(f"file{len(self.files)}", bytearray())
+        return LazyTensor(stored_as("t", Entry(spec, tuple(chunks))))
 
     def read_into(self, url, offset, views):
         for view in views:
@@ -167,15 +200,16 @@ def cut(span, parts):
     return [Span(span.target, a, b) for a, b in pairwise(sorted(edges))] or [span]
 
 
+@pytest.mark.parametrize("encoded", [False, True])
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("checksums", [False, True])
-def test_random_graphs_equal_eager_torch_whatever_the_memory(checksums, exact):
+def test_random_graphs_equal_eager_torch_whatever_the_memory(checksums, exact, encoded):
     @seeded(150)
     @given(plans(), st.sampled_from((8, 9, 12, 17, 40, 100)), st.integers(1, 3))
     def holds(drawn, blocks, parts):
         found, boxes = drawn
         with shrunk():
-            sources = Sources(checksums=checksums, block=TINY)
+            sources = Sources(checksums=checksums, block=TINY, encoded=encoded)
 
             def leaf(n, dtype, shape):
                 return sources.add(values_of(n, dtype, shape))
@@ -183,12 +217,25 @@ def test_random_graphs_equal_eager_torch_whatever_the_memory(checksums, exact):
             nodes = [run(program, leaf, build).node for program in found]
             plan = plan_of([*zip(nodes, boxes, strict=True)])
             work = [Unit((piece,)) for u in units(plan) for s in u.spans for piece in cut(s, parts)]
-            limit = limits(blocks * TINY)
+            limit = limits((blocks + 2 * encoded) * TINY, encoded=encoded)
             written, streamer = execute(plan, sources, limit, work, exact=exact)
             expected = [run(program, values_of, torch) for program in found]
             check(plan, written, streamer, expected, TINY)
 
     holds()
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_an_encoded_source_that_does_not_fit_the_buffers_is_picked_from_chunk_by_chunk(exact):
+    with shrunk():
+        sources = Sources(checksums=True, block=TINY, encoded=True)
+        tensor = values_of(0, "bfloat16", (96, 16))
+        plan = plan_of([(sources.add(tensor).permute(1, 0).node, [Region.whole((16, 96))])])
+        limit = limits(10 * TINY, encoded=True)
+        written, streamer = execute(plan, sources, limit, units(plan), exact=exact)
+        check(plan, written, streamer, [tensor.t()], TINY)
+    # Each of the 16 columns is a tile, and the buffers do not hold the 48 chunks that it goes through.
+    assert streamer.bytes_read == 16 * sum(c.nbytes for c in plan.sources)
 
 
 def test_every_target_falls_to_exactly_one_unit_or_all_parts_of_one():

@@ -9,7 +9,7 @@ import pytest
 
 import d9d_ckpt
 import make_checkpoint
-from d9d_ckpt.errors import DestinationError, UsageError
+from d9d_ckpt.errors import DestinationError
 from d9d_ckpt.storage.local import LocalStore
 
 LAYOUT = "tp=2,dp_shard=2"
@@ -129,5 +129,3 @@ def test_resume_of_nothing_is_a_first_run_and_of_something_else_is_refused(sourc
     assert report.bytes_written == report.bytes_source
     with pytest.raises(DestinationError, match="no interrupted run to resume"):
         sharded(source, tmp_path / "new", resume=True)
-    with pytest.raises(UsageError, match="local destinations only"):
-        d9d_ckpt.convert(str(source), "memory://x/y", to="huggingface", resume=True)

@@ -472,14 +472,15 @@ def test_a_manifest_of_others_is_never_deleted(run, change):
 
 def test_an_unreadable_store_is_an_error_and_not_an_incomplete_step(run, monkeypatch):
     root = run(100, 200)
-    size = LocalStore.size
+    files = LocalStore.files
+    save = manifest(root / named(200))["save_id"]
 
     def denied(self, url):
-        if named(200) in url and "rank" in url:
+        if url.endswith(f"{named(200)}/{save}"):
             raise StorageError("denied")
-        return size(self, url)
+        return files(self, url)
 
-    monkeypatch.setattr(LocalStore, "size", denied)
+    monkeypatch.setattr(LocalStore, "files", denied)
     with pytest.raises(StorageError, match="denied"):
         api.prune(str(root), keep_last=1)
     assert sorted(os.listdir(root)) == [named(100), named(200)]

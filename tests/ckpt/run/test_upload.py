@@ -2,6 +2,8 @@
 
 import json
 import signal
+import subprocess
+import sys
 import threading
 import time
 from functools import partial
@@ -234,7 +236,8 @@ def test_the_first_cause_is_told_when_even_aborting_is_refused(stub, there, smal
     with pytest.raises(StorageError, match=r"upload part 1 of s3://.*AccessDenied"):
         there(small, **SHARDED)
     assert "AbortDenied" in caplog.text
-    assert stub.names() == []
+    # The claim stays: by it the next run knows whose uploads are left.
+    assert stub.names() == [f"out/{CLAIM}"]
 
 
 @pytest.mark.s3
@@ -267,13 +270,12 @@ def test_no_upload_is_said_to_be_left_that_is_not(stub, there, small, caplog):
 
 
 @pytest.mark.s3
-def test_d14_parts_that_are_never_answered(stub, there, small, monkeypatch):
-    short = Patience(tries=2, attempt=0.3, first_pause=0.01)
-    monkeypatch.setattr(s3, "persist", partial(persist, patience=short))
+def test_d14_parts_that_are_never_answered(stub, there, small):
     stub.fail("part", "stall", times=99, key="rank-00001")
+    options = stub.seen.options | {"config_kwargs": {"read_timeout": 0.3}}
     started = time.monotonic()
-    with pytest.raises(StorageError, match=r"upload part 1 of s3://.*no answer"):
-        there(small, **SHARDED)
+    with pytest.raises(StorageError, match=r"upload part 1 of s3://.*timeout"):
+        there(small, storage_options=options, **SHARDED)
     assert time.monotonic() - started < 3
     assert not stub.open
     assert stub.names() == []
@@ -295,6 +297,30 @@ def test_an_interrupt_stops_what_has_not_begun(stub, there, large):
     assert not stub.open
     assert stub.names() == []
     assert stub.count("part") <= 4  # of 7, two at once
+
+
+@pytest.mark.s3
+@SHAPES
+def test_d14_what_a_killed_conversion_has_begun_is_dropped_by_the_next(stub, there, small, want):
+    """kill -9 while parts are under way: they are seen by nobody and paid for by somebody."""
+    url = f"{stub.seen.url}/out"
+    stub.fail("part", "stall", times=99)
+    code = f"import d9d_ckpt; d9d_ckpt.convert({str(small)!r}, {url!r}, workers=2, **{want!r})"
+    process = subprocess.Popen([sys.executable, "-c", code])  # noqa: S603 - our own code
+    try:
+        end = time.monotonic() + 20
+        while not stub.count("part") and time.monotonic() < end:
+            time.sleep(0.02)
+    finally:
+        process.kill()
+        process.wait()
+    assert stub.open
+    stub.faults.clear()
+    other = f"{stub.seen.url.removeprefix('s3://')}/out/theirs.bin"
+    stub.begun(other)
+    there(small, overwrite=True, **want)
+    assert [held.key for held in stub.open.values()] == [other]
+    assert f"out/{CLAIM}" not in stub.names()
 
 
 # -- the claim ---------------------------------------------------------------------------------
@@ -367,5 +393,5 @@ def test_who_has_lost_the_claim_leaves_its_successors_objects_alone(stub, there,
     with pytest.raises(DestinationError, match="taken over"):
         there(small, **HF_FILES)
     names = [n for n in stub.names() if n.endswith(".safetensors")]
-    assert len(names) > 1
+    assert names
     assert all(stub.seen.get(n) == b"theirs" for n in names)
