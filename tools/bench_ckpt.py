@@ -12,6 +12,9 @@ they wrote is deleted between runs, outside the timed part. Peers:
 - dcp: torch's distributed checkpoint, two gloo ranks (one for partial loads)
 - d9d: d9d 0.24, one process and two ranks under torchrun; it needs --peer-python
 
+The section checksums has one peer, our own command with a hash that costs nothing: a conversion,
+which hashes what it writes, and a reshard, which also hashes what it reads.
+
 The directory defaults to memory (/dev/shm): that takes the disk out, and needs room for three
 times the checkpoint.
 """
@@ -31,7 +34,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from bench_peers.child import ChildError, Run, run_child
-from bench_peers.report import Result, Section, Side, figures, print_table
+from bench_peers.report import Result, Section, Side, figures, print_table, side_figures
 from bench_peers.training_form import Tensor, share_bytes, training_tensors
 
 TOOLS = Path(__file__).resolve().parent
@@ -40,7 +43,8 @@ WORKERS = 2
 SOURCE_LAYOUT = "dp_shard=2,ep=2"
 TARGET_LAYOUT = "tp=2,pp=2"
 LOAD_RANK, LOAD_RANKS = 1, 4
-SECTIONS = ("convert", "reshard", "load")
+SECTIONS = ("convert", "reshard", "load", "checksums")
+CHECKSUMS = "checksums"
 PEERS = ("copy", "cp", "dcp", "d9d")
 PEAK_COPIES = 3.05
 """What the directory holds at most, in checkpoints: a source of ours, one of DCP's, one result."""
@@ -84,6 +88,10 @@ class Bench:
         return self.root / "sharded"
 
     @property
+    def unhashed(self) -> Path:
+        return self.root / "unhashed"
+
+    @property
     def dcp(self) -> Path:
         return self.root / "dcp"
 
@@ -93,9 +101,10 @@ class Bench:
     def helper(self, script: str, *args: str | Path, python: str | None = None) -> tuple[str, ...]:
         return (python or self.python, str(HELPERS / script), *map(str, args))
 
-    def ours(self, *args: str | Path) -> tuple[str, ...]:
+    def ours(self, *args: str | Path, hashed: bool = True) -> tuple[str, ...]:
+        command = ("-m", "d9d_ckpt") if hashed else (str(HELPERS / "unhashed.py"),)
         return (
-            *(self.python, "-m", "d9d_ckpt", *map(str, args)),
+            *(self.python, *command, *map(str, args)),
             *("--workers", str(WORKERS), "--quiet", "--json"),
         )
 
@@ -112,6 +121,8 @@ def main() -> None:
     try:
         for result in run_sections(_bench(args, root), args):
             print_table(result)
+            if result.section.name.startswith(CHECKSUMS):
+                print(cost(result))
             results.append(result)
         complete = not any(result.failures for result in results)
     except ChildError as error:
@@ -128,10 +139,18 @@ def run_sections(bench: Bench, args: argparse.Namespace) -> Iterator[Result]:
     make_source(bench, args)
     if "convert" in args.only:
         yield run_section(bench, convert_section(bench))
-    if not {"reshard", "load"} & args.only:
+    if "checksums" in args.only:
+        yield run_section(bench, convert_checksums_section(bench))
+    if not {"reshard", "load", "checksums"} & args.only:
         return
     note(f"making the {SOURCE_LAYOUT} sources")
     bench.run(convert_command(bench, bench.sharded))
+    if "checksums" in args.only:
+        bench.run(convert_command(bench, bench.unhashed, hashed=False))
+        yield run_section(bench, reshard_checksums_section(bench))
+        shutil.rmtree(bench.unhashed)
+    if not {"reshard", "load"} & args.only:
+        return
     if "dcp" in bench.peers:
         bench.run(bench.helper("dcp_peer.py", "make", bench.hf, bench.dcp))
     training = training_tensors(bench.hf)
@@ -205,8 +224,15 @@ def drop_source(bench: Bench) -> None:
         shutil.rmtree(bench.hf)
 
 
-def convert_command(bench: Bench, out: Path) -> tuple[str, ...]:
-    return bench.ours("convert", bench.hf, out, "--to", "sharded", "--layout", SOURCE_LAYOUT)
+def convert_command(bench: Bench, out: Path, *, hashed: bool = True) -> tuple[str, ...]:
+    argv = ("convert", bench.hf, out, "--to", "sharded", "--layout", SOURCE_LAYOUT)
+    return bench.ours(*argv, hashed=hashed)
+
+
+def reshard_command(
+    bench: Bench, source: Path, out: Path, *, hashed: bool = True
+) -> tuple[str, ...]:
+    return bench.ours("reshard", source, out, "--layout", TARGET_LAYOUT, hashed=hashed)
 
 
 def convert_section(bench: Bench) -> Section:
@@ -222,7 +248,7 @@ def convert_section(bench: Bench) -> Section:
 
 def reshard_section(bench: Bench) -> Section:
     out = bench.root / "out"
-    ours = bench.ours("reshard", bench.sharded, out, "--layout", TARGET_LAYOUT)
+    ours = reshard_command(bench, bench.sharded, out)
     sides = [Side("ours", "ours", ours, out), *copies(bench, bench.sharded, out)]
     if "dcp" in bench.peers:
         argv = bench.helper("dcp_peer.py", "reshard", bench.dcp, out)
@@ -238,6 +264,40 @@ def load_section(bench: Bench, cut: str, training: Mapping[str, Tensor]) -> Sect
         sides.append(Side("dcp", "dcp", bench.helper("dcp_peer.py", "load", bench.dcp, *share)))
     nbytes = share_bytes(training, cut, LOAD_RANK, LOAD_RANKS)
     return Section(f"load {cut}/{LOAD_RANKS}", nbytes, tuple(sides))
+
+
+def convert_checksums_section(bench: Bench) -> Section:
+    out = bench.root / "out"
+    sides = (
+        Side("ours", "ours", convert_command(bench, out), out),
+        Side("unhashed", "unhashed", convert_command(bench, out, hashed=False), out),
+    )
+    return Section(f"{CHECKSUMS} of convert", tree_bytes(bench.hf), sides)
+
+
+def reshard_checksums_section(bench: Bench) -> Section:
+    out = bench.root / "out"
+    unhashed = reshard_command(bench, bench.unhashed, out, hashed=False)
+    sides = (
+        Side("ours", "ours", reshard_command(bench, bench.sharded, out), out),
+        Side("unhashed", "unhashed", unhashed, out),
+    )
+    return Section(f"{CHECKSUMS} of reshard", tree_bytes(bench.sharded), sides)
+
+
+def cost(result: Result) -> str:
+    """What checksums add to the time of the same command without them."""
+    if not all(result.runs.values()):
+        return f"{result.section.name}: not measured"
+    ours, without = (side_figures(result, name) for name in ("ours", "unhashed"))
+    parts = {
+        "best": without.ratio_best,
+        "median": without.ratio_median,
+        "paired": without.ratio_paired,
+        "processor time": ours.cpu_s / without.cpu_s,
+    }
+    shown = [f"{name} {ratio - 1:+.1%}" for name, ratio in parts.items() if ratio is not None]
+    return f"{result.section.name} cost: {', '.join(shown)}"
 
 
 def copies(bench: Bench, src: Path, out: Path) -> Iterator[Side]:
