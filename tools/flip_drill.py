@@ -11,10 +11,9 @@ manifest is one byte in a hundred and must not go untested. After each flip
   or refuse to open the checkpoint with the file in the message;
 - a conversion, which reads everything, must be refused with the file in the message.
 
-`sharded` promises this of every bit. A Hugging Face directory has checksums for its weights alone:
-they are promised, and what frames them. Of the other places the table says how often they were found
-to contradict themselves: no checksum covers config and tokenizer, names in the header of a single
-file, string metadata, the case of a hex digit, or the total in the index.
+`sharded` promises this of every bit, a Hugging Face directory of every bit of its weight files. No
+checksum covers the files beside those, whose form is the hub's: of config, tokenizer and index the
+table says how often they were found to contradict themselves.
 """
 
 import argparse
@@ -46,8 +45,8 @@ SMALL = "small files"
 PROMISED = {
     "sharded": (WEIGHTS, LENGTH, HEADER, PADDING, MANIFEST, SMALL),
     "zstd": (WEIGHTS, LENGTH, HEADER, PADDING, MANIFEST, SMALL),
-    "huggingface": (WEIGHTS, LENGTH, PADDING),
-    "one hf file": (WEIGHTS, LENGTH, PADDING),
+    "huggingface": (WEIGHTS, LENGTH, HEADER, SUMS, PADDING),
+    "one hf file": (WEIGHTS, LENGTH, HEADER, SUMS, PADDING),
 }
 """Places of which every bit must be caught and named."""
 

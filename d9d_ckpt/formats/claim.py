@@ -1,6 +1,7 @@
 """The mark in a directory that somebody is filling, or emptying."""
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +13,9 @@ OURS = ".d9d-"
 """Files with such names are ours, in every directory that we write."""
 
 CLAIM = f"{OURS}claim"
+
+SAVE = re.compile(r"\d{8}T\d{6}-[0-9a-f]{8}", re.ASCII)
+"""Save ids."""
 
 _TEMPORARY = ".tmp"
 
@@ -33,6 +37,8 @@ class Claim:
             nothing else names once the manifest is gone. None of a writer.
         save_id: The save of a writer; empty of a process that deletes.
         work: What a writer was asked, so that only the same request goes on with it.
+        old: Names of the checkpoint that a writer replaces, which nothing else knows any more once
+            the new record is there.
     """
 
     host: str
@@ -41,11 +47,12 @@ class Claim:
     prune: tuple[str, ...] | None = None
     save_id: str = ""
     work: Mapping[str, str] = field(default_factory=dict)
+    old: tuple[str, ...] = ()
 
     def encode(self) -> bytes:
         """The file."""
         value: dict[str, Any] = {"save_id": self.save_id, "host": self.host, "pid": self.pid}
-        value |= {"time": self.time, "work": dict(self.work)}
+        value |= {"time": self.time, "work": dict(self.work), "old": list(self.old)}
         return json.dumps(value | ({} if self.prune is None else {"prune": self.prune})).encode()
 
     def __str__(self) -> str:
@@ -64,14 +71,21 @@ def read_claim(store: Store, url: str) -> Claim | None:
         host, pid, since, prune = value["host"], value["pid"], value["time"], value.get("prune")
         save_id = str(value.get("save_id", ""))
         work = {str(k): str(v) for k, v in value.get("work", {}).items()}
+        old = value.get("old", [])
     except MissingError:
         return None
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return UNREADABLE
     who = isinstance(host, str) and type(pid) is int and pid > 0 and type(since) in (int, float)
-    if not who or not (prune is None or _is_names(prune)):
+    if not who or not (prune is None or _is_names(prune)) or not _is_names(old):
         return UNREADABLE
-    return Claim(host, pid, since, None if prune is None else tuple(prune), save_id, work)
+    gone = None if prune is None else tuple(prune)
+    return Claim(host, pid, since, gone, save_id, work, tuple(filter(_is_checkpoint, old)))
+
+
+def _is_checkpoint(name: str) -> bool:
+    """Whether a name can be that of a weight file or of a save: a claim is no licence to delete."""
+    return name.endswith(".safetensors") or bool(SAVE.fullmatch(name))
 
 
 def _is_names(value: object) -> bool:

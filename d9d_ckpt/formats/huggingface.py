@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+from d9d_ckpt.codecs.checksum import digest, to_hex
 from d9d_ckpt.errors import CorruptError, MissingError
 from d9d_ckpt.formats.base import Opened
 from d9d_ckpt.formats.pickled import SUFFIXES, read_pickled
@@ -20,6 +21,9 @@ PICKLED_INDEX = "pytorch_model.bin.index.json"
 PICKLED_SINGLE = "pytorch_model.bin"
 CHECKSUMS = "d9d_xxh3_1MiB"
 """Header metadata: 16 hex digits per block of each tensor, tensors in the order of their bytes."""
+
+HEADER_CHECKSUM = "d9d_xxh3_header"
+"""Header metadata: 16 hex digits over the header's JSON, taken with zeros in their own place."""
 
 _SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.(?:safetensors|bin|pt|pth)")
 _LARGEST_SMALL = 64 << 20
@@ -88,7 +92,11 @@ def _opened(url: str, files: Mapping[str, _File]) -> Opened:
         url=url,
         format="huggingface",
         catalogue=Catalogue(entries),
-        metadata={k: text for k, text in metadata.items() if k not in ("format", CHECKSUMS)},
+        metadata={
+            k: text
+            for k, text in metadata.items()
+            if k not in ("format", CHECKSUMS, HEADER_CHECKSUM)
+        },
         notes=tuple(note for file in files.values() for note in file.notes),
     )
 
@@ -210,9 +218,14 @@ def _entries(file: str, header: Header) -> dict[str, Entry]:
 
 
 def _digests(file: str, header: Header) -> dict[str, tuple[int, ...]]:
-    text = header.metadata.get(CHECKSUMS)
-    if text is None:
+    text, own = header.metadata.get(CHECKSUMS), header.metadata.get(HEADER_CHECKSUM)
+    if text is None and own is None:
         return {}
+    if text is None or own is None or seal(header.raw) != header.raw:
+        raise CorruptError(
+            f"{file}: {HEADER_CHECKSUM} is {own!r}, which is not the checksum of the header: it was "
+            "damaged or edited"
+        )
     counts = {name: -(-spec.nbytes // BLOCK) for name, (spec, _) in header.tensors.items()}
     if len(text) != 16 * sum(counts.values()):
         raise CorruptError(
@@ -227,6 +240,15 @@ def _digests(file: str, header: Header) -> dict[str, tuple[int, ...]]:
         out[name] = tuple(values[at : at + count])
         at += count
     return out
+
+
+def seal(raw: bytes) -> bytes:
+    """The JSON of a header with its own checksum in its place."""
+    before, key, after = raw.partition(f'"{HEADER_CHECKSUM}":"'.encode())
+    if not key:
+        return raw
+    blank = before + key + b"0" * 16 + after[16:]
+    return before + key + to_hex(digest(blank)).encode() + after[16:]
 
 
 def _small(files: Mapping[str, int]) -> list[str]:

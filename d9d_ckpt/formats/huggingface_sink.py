@@ -5,7 +5,14 @@ from dataclasses import dataclass
 
 from d9d_ckpt.codecs.checksum import to_hex
 from d9d_ckpt.formats.base import Arrangement, Content, OutFile, Record
-from d9d_ckpt.formats.huggingface import CHECKSUMS, INDEX, SINGLE, index_json
+from d9d_ckpt.formats.huggingface import (
+    CHECKSUMS,
+    HEADER_CHECKSUM,
+    INDEX,
+    SINGLE,
+    index_json,
+    seal,
+)
 from d9d_ckpt.formats.safetensors import by_alignment, encode_header
 from d9d_ckpt.tensors import BLOCK, Target, TensorSpec
 
@@ -42,6 +49,7 @@ class HuggingFaceSink:
             entries = [(targets[n].name, targets[n].spec) for n in members]
             blank = {
                 **self.metadata,
+                HEADER_CHECKSUM: "0" * 16,
                 CHECKSUMS: "0" * 16 * sum(_blocks(spec) for _, spec in entries),
             }
             header, offsets = encode_header(entries, blank)
@@ -65,7 +73,8 @@ class HuggingFaceSink:
         out = content.arrangement.files[file]
         text = "".join(to_hex(x) for n in out.targets for x in content.digests[n])
         key = f'"{CHECKSUMS}":"'
-        return out.header.replace(f"{key}{'0' * len(text)}".encode(), f"{key}{text}".encode(), 1)
+        full = out.header.replace(f"{key}{'0' * len(text)}".encode(), f"{key}{text}".encode(), 1)
+        return full[:8] + seal(full[8:])
 
     def record_name(self, arrangement: Arrangement) -> str:
         return SINGLE if _single(arrangement) else INDEX

@@ -39,10 +39,11 @@ class Placed(NamedTuple):
 
 
 class Header(NamedTuple):
-    """A parsed header: tensors in the order of their bytes, and the string metadata."""
+    """A parsed header: tensors in the order of their bytes, the string metadata, and the JSON itself."""
 
     tensors: dict[str, Placed]
     metadata: dict[str, str]
+    raw: bytes
 
 
 def read_header(store: Store, url: str) -> Header:
@@ -116,7 +117,8 @@ def parse_header(raw: bytes, size: int, url: str) -> Header:
             f"{url}: {size} bytes, expected {data + at} (8 + header {len(raw)} + data {at}); "
             + ("it was cut short: download it again" if short else "it has bytes after the data")
         )
-    return Header({name: Placed(spec, data + begin) for begin, _, name, spec in found}, metadata)
+    placed = {name: Placed(spec, data + begin) for begin, _, name, spec in found}
+    return Header(placed, metadata, raw)
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

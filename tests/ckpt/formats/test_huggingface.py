@@ -5,6 +5,7 @@ import os
 
 import pytest
 import torch
+import xxhash
 from helpers.checkpoints import (
     INDEX,
     SINGLE,
@@ -27,7 +28,7 @@ from safetensors.torch import save_file
 
 import d9d_ckpt
 from d9d_ckpt.errors import CorruptError, MissingError
-from d9d_ckpt.formats.huggingface import CHECKSUMS, open_huggingface
+from d9d_ckpt.formats.huggingface import CHECKSUMS, HEADER_CHECKSUM, open_huggingface
 from d9d_ckpt.storage.local import LocalStore
 
 ODD_NAMES = ("a/b", "../../x", "/abs", "模型.层.0", 'q"\n', "k" * 300, "#", "a#0")
@@ -240,6 +241,7 @@ def test_f04_other_metadata_keys_are_kept(tmp_path):
     src = write_hf(tmp_path / "src", {"a": torch.ones(2)}, metadata={"format": "pt", "k": "v"})
     convert(src, tmp_path / "dst", "huggingface")
     found = metadata(tmp_path / "dst" / SINGLE)
+    assert not found.pop(HEADER_CHECKSUM).strip("0123456789abcdef")
     assert {k: v for k, v in found.items() if k != CHECKSUMS} == {"format": "pt", "k": "v"}
     assert cli("verify", tmp_path / "dst").code == 0
 
@@ -553,9 +555,30 @@ def test_verify_accepts_what_we_wrote_and_says_that_others_have_no_checksums(tmp
 
 @pytest.mark.parametrize("text", ["00", "x" * 160, "0" * 176])
 def test_a_checksum_list_of_the_wrong_form_is_corrupt(tmp_path, text):
-    write_hf(tmp_path / "src", ten(), metadata={"format": "pt", CHECKSUMS: text})
+    marks = {"format": "pt", HEADER_CHECKSUM: "0" * 16, CHECKSUMS: text}
+    file = write_hf(tmp_path / "src", ten(), metadata=marks) / SINGLE
+    raw = file.read_bytes()
+    end = 8 + int.from_bytes(raw[:8], "little")
+    own = xxhash.xxh3_64_hexdigest(raw[8:end]).encode()
+    mark = f'"{HEADER_CHECKSUM}":"'.encode()
+    file.write_bytes(raw.replace(mark + b"0" * 16, mark + own, 1))
     with pytest.raises(CorruptError, match=CHECKSUMS):
         d9d_ckpt.open(str(tmp_path / "src"))
+
+
+def test_d08_a_changed_name_in_the_header_of_a_single_file_is_damage(tmp_path):
+    convert(write_hf(tmp_path / "src", ten()), tmp_path / "dst", "huggingface")
+    file = tmp_path / "dst" / SINGLE
+    file.write_bytes(file.read_bytes().replace(b'"t3"', b'"tx"', 1))
+    refused(cli("verify", tmp_path / "dst"), 3, SINGLE, "not the checksum of the header")
+
+
+@pytest.mark.parametrize("key", [CHECKSUMS, HEADER_CHECKSUM])
+def test_d08_checksums_whose_key_is_damaged_are_not_taken_for_none(tmp_path, key):
+    convert(write_hf(tmp_path / "src", ten()), tmp_path / "dst", "huggingface")
+    file = tmp_path / "dst" / SINGLE
+    file.write_bytes(file.read_bytes().replace(key.encode(), key.replace("d9d", "d9e").encode(), 1))
+    refused(cli("verify", tmp_path / "dst"), 3, SINGLE)
 
 
 def test_d08_flipped_bit_in_our_huggingface_file(tmp_path):
