@@ -621,7 +621,8 @@ def _check_destination(source: str, destination: str, want: Settings) -> None:
     if names and not want.overwrite and not want.resume:
         raise DestinationError(
             f"{destination}: not empty ({', '.join(names[:4])}{', ...' if len(names) > 4 else ''}); "
-            "choose another place, or --overwrite to replace a checkpoint"
+            "choose another place, --overwrite to replace a checkpoint, or --resume to go on with a run "
+            "that was interrupted"
         )
 
 

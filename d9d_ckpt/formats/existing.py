@@ -67,8 +67,9 @@ def superseded(store: Store, url: str) -> Superseded:
 
 def _parsed(store: Store, url: str) -> dict[str, Any]:
     """A JSON object; nothing where the file is damaged, which is no reason not to replace it."""
+    text = store.read(url, 0, store.size(url))
     try:
-        value = json.loads(store.read(url, 0, store.size(url)))
+        value = json.loads(text)
     except (ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}

@@ -9,7 +9,7 @@ from typing import Any
 
 from d9d_ckpt.errors import MissingError, RequestError, SourceError
 from d9d_ckpt.formats.base import Opened
-from d9d_ckpt.formats.claim import CLAIM, OURS, Claim, read_claim
+from d9d_ckpt.formats.claim import CLAIM, OURS, SAVE, Claim, read_claim
 from d9d_ckpt.formats.sharded import (
     MANIFEST,
     FilesIn,
@@ -23,7 +23,6 @@ from d9d_ckpt.storage.store import Store, is_local, join
 _STEP = re.compile(r"step-(\d{8}|[1-9]\d{8,})", re.ASCII)
 """At least eight digits and one spelling per number."""
 
-_SAVE = re.compile(r"\d{8}T\d{6}-[0-9a-f]{8}", re.ASCII)
 _RANK = re.compile(r"rank-\d{5,}(-\d{5,})?\.safetensors", re.ASCII)
 
 
@@ -194,7 +193,7 @@ def _contents(
 
 def _is_save(name: str, known: Collection[str]) -> bool:
     """Whether a directory has the name of a save's, or a manifest names files in it."""
-    return bool(_SAVE.fullmatch(name)) or any(n.startswith(f"{name}/") for n in known)
+    return bool(SAVE.fullmatch(name)) or any(n.startswith(f"{name}/") for n in known)
 
 
 def _saved(

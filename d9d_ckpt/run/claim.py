@@ -3,10 +3,10 @@
 import os
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from d9d_ckpt.errors import DestinationError
-from d9d_ckpt.formats.claim import CLAIM, Claim, is_temporary, read_claim
+from d9d_ckpt.formats.claim import CLAIM, SAVE, Claim, is_temporary, read_claim
 from d9d_ckpt.formats.existing import superseded
 from d9d_ckpt.storage.store import Store, join
 
@@ -22,19 +22,22 @@ def take(
         DestinationError: Another writer holds it; the message says who.
     """
     place = join(url, CLAIM)
-    mine = Claim(socket.gethostname(), os.getpid(), time.time(), save_id=save_id, work=work)
-    if not again and store.claim(place, mine.encode()):
-        return
-    if not again:
-        found = read_claim(store, place)
-        if found is None or not found.save_id or alive(found):
-            raise DestinationError(
-                f"{url}: claimed by another writer ({_holder(store, url)}); if it is gone, delete "
-                f"{place} and the unfinished files"
-            )
+    old = superseded(store, url).names
+    host, pid = socket.gethostname(), os.getpid()
+    mine = Claim(host, pid, time.time(), save_id=save_id, work=work, old=old).encode()
+    # Looked at first: not every store refuses the second of two claims.
+    found = read_claim(store, place)
+    gone = found is not None and bool(SAVE.fullmatch(found.save_id)) and not alive(found)
+    if found is not None and (again or gone):
         # Before the claim that names it is replaced: whoever comes next would not know of it.
-        _sweep(store, url, found.save_id)
-    store.put(place, mine.encode())
+        _sweep(store, url, found, old, unfinished=not again)
+    if again or gone:
+        store.put(place, mine)
+    elif found is not None or not store.claim(place, mine):
+        raise DestinationError(
+            f"{url}: claimed by another writer ({_holder(store, url)}); if it is gone, delete "
+            f"{place} and the unfinished files"
+        )
 
 
 def check(store: Store, url: str, save_id: str) -> None:
@@ -100,12 +103,18 @@ def interrupted(
     return found
 
 
-def _sweep(store: Store, url: str, save_id: str) -> None:
-    """Remove the files of a save that is over, unless they are those of the checkpoint there."""
-    kept = superseded(store, url).names
-    staged = [name for name in store.names(url) if name.startswith(f".{save_id}.")]
-    # Its directory even where there is none to be seen: unfinished uploads go with it.
-    for name in (save_id, *staged):
+def _sweep(
+    store: Store, url: str, found: Claim, kept: Collection[str], *, unfinished: bool
+) -> None:
+    """Remove what a save has replaced and, if it is over ``unfinished``, has written; not ``kept``."""
+    names = store.names(url)
+    left = [name for name in names if name in found.old]
+    if unfinished:
+        # Staged, and published for an index that never came.
+        left += [n for n in names if found.save_id in n and n.endswith(".safetensors")]
+        # Even where there is none to be seen: unfinished uploads go with it.
+        left.append(found.save_id)
+    for name in left:
         if name not in kept:
             store.delete(join(url, name))
 

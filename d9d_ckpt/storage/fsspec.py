@@ -32,14 +32,15 @@ class FsspecStore:
         return dict(sorted((_name(entry), int(entry["size"])) for entry in found))
 
     def read(self, url: str, offset: int, nbytes: int) -> bytes:
-        if not nbytes:
-            return b""
-        end = offset + nbytes
-        data: bytes = self._call(
-            "read", url, self._fs.cat_file, self._path(url), start=offset, end=end
-        )
-        if len(data) != nbytes:
-            raise _short(url, offset + len(data), end)
+        data, end = b"", offset + nbytes
+        # An answer may be shorter than what was asked; only an empty one is the end of the file.
+        while (at := offset + len(data)) < end:
+            piece: bytes = self._call(
+                "read", url, self._fs.cat_file, self._path(url), start=at, end=end
+            )
+            if not piece:
+                raise _short(url, at, end)
+            data += piece
         return data
 
     def read_into(self, url: str, offset: int, views: Sequence[memoryview]) -> None:

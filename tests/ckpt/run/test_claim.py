@@ -33,7 +33,8 @@ def gone():
 
 def claimed(path, pid, save_id=DEAD, host=None):
     """A directory as a writer has left it."""
-    for name in (f"{DEAD}/rank-00000.safetensors", f".{DEAD}.model.safetensors", "notes.txt"):
+    written = (f"{DEAD}/rank-00000", f".{DEAD}.model", f"model-{DEAD}-00001-of-00002")
+    for name in (*(f"{w}.safetensors" for w in written), "notes.txt"):
         (path / name).parent.mkdir(parents=True, exist_ok=True)
         (path / name).write_bytes(b"x")
     found = {"host": host or socket.gethostname(), "pid": pid, "time": 0.0, "save_id": save_id}
@@ -55,7 +56,35 @@ def test_a_save_that_is_the_checkpoint_there_stays(store, tmp_path, gone):
     assert f".{DEAD}.model.safetensors" not in everything(tmp_path / "d")
 
 
-@pytest.mark.parametrize("change", [{"pid": os.getpid()}, {"host": "elsewhere"}, {"save_id": ""}])
+@pytest.mark.parametrize("again", [False, True])
+def test_what_a_committed_save_had_replaced_goes_and_nothing_else(store, tmp_path, gone, again):
+    """Its writer died before it could remove it, and the new manifest does not name it."""
+    path, old = tmp_path / "d", "20250101T000000-0000a01d"
+    claimed(path, gone)
+    (path / "manifest.json").write_text(json.dumps({"save_id": DEAD}))
+    for name in (f"{old}/rank-00000.safetensors", "model-00001-of-00002.safetensors"):
+        (path / name).parent.mkdir(exist_ok=True)
+        (path / name).write_bytes(b"x")
+    named = [old, "model-00001-of-00002.safetensors", "notes.txt", "../elsewhere", DEAD]
+    found = json.loads((path / ".d9d-claim").read_text())
+    (path / ".d9d-claim").write_text(json.dumps(found | {"old": named}))
+    claim.take(store, str(path), DEAD if again else NEW, {}, again=again)
+    left = {".d9d-claim", "manifest.json", "notes.txt", f"{DEAD}/rank-00000.safetensors"}
+    unfinished = {f".{DEAD}.model.safetensors", f"model-{DEAD}-00001-of-00002.safetensors"}
+    assert set(everything(path)) == left | (unfinished if again else set())
+
+
+def test_a_claim_is_respected_where_the_store_would_replace_it(store, tmp_path, monkeypatch):
+    claimed(tmp_path / "d", os.getpid())
+    monkeypatch.setattr(LocalStore, "claim", lambda *_: True)
+    with pytest.raises(DestinationError, match="claimed by another writer"):
+        claim.take(store, str(tmp_path / "d"), NEW, {})
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"pid": os.getpid()}, {"host": "elsewhere"}, {"save_id": ""}, {"save_id": "notes.txt"}],
+)
 def test_a_writer_that_may_be_alive_keeps_its_claim(store, tmp_path, gone, change):
     claimed(tmp_path / "d", **{"pid": gone} | change)
     before = everything(tmp_path / "d")

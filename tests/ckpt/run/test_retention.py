@@ -29,8 +29,8 @@ from hypothesis import strategies as st
 import d9d_ckpt
 from d9d_ckpt import api
 from d9d_ckpt.errors import MissingError, RequestError, StorageError, UsageError
-from d9d_ckpt.formats.claim import CLAIM, UNREADABLE, Claim, read_claim
-from d9d_ckpt.formats.steps import _RANK, _SAVE, read_run, step_directories
+from d9d_ckpt.formats.claim import CLAIM, SAVE, UNREADABLE, Claim, read_claim
+from d9d_ckpt.formats.steps import _RANK, read_run, step_directories
 from d9d_ckpt.run.execute import new_save_id
 from d9d_ckpt.run.retention import Candidate, Policy, decide, prune
 from d9d_ckpt.storage.local import LocalStore
@@ -160,7 +160,7 @@ def test_step_directories_have_one_spelling_per_number():
 
 
 def test_the_patterns_of_ours_are_those_that_the_writer_uses(saved):
-    assert _SAVE.fullmatch(new_save_id())
+    assert SAVE.fullmatch(new_save_id())
     save = saved / manifest(saved)["save_id"]
     assert all(_RANK.fullmatch(n) for n in os.listdir(save))
     assert _RANK.fullmatch("rank-00003-00002.safetensors")

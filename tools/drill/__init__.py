@@ -1,0 +1,1 @@
+"""The parts of tools/fault_drill.py."""
