@@ -21,7 +21,7 @@ from d9d_ckpt.errors import (
     UsageError,
 )
 from d9d_ckpt.formats.base import Opened, Sink
-from d9d_ckpt.formats.claim import Claim, is_temporary
+from d9d_ckpt.formats.claim import Claim
 from d9d_ckpt.formats.existing import superseded
 from d9d_ckpt.formats.huggingface_sink import HuggingFaceSink
 from d9d_ckpt.formats.opening import open_checkpoint
@@ -51,7 +51,7 @@ from d9d_ckpt.plan.requests import held_requests, stored_requests, whole_request
 from d9d_ckpt.plan.schedule import Limits, limits
 from d9d_ckpt.run.bucket import Bucket
 from d9d_ckpt.run.checkpoint import Checkpoint, Reader
-from d9d_ckpt.run.claim import interrupted
+from d9d_ckpt.run.claim import interrupted, occupied
 from d9d_ckpt.run.commit import Destination
 from d9d_ckpt.run.compare import Compared, compare, difference
 from d9d_ckpt.run.directory import Directory
@@ -617,7 +617,7 @@ def _check_destination(source: str, destination: str, want: Settings) -> None:
     store = store_for(destination, want.storage_options)
     if is_local(destination) and Path(destination).is_file():
         raise DestinationError(f"{destination}: is a file; a checkpoint is a directory")
-    names = [name for name in store.names(destination) if not is_temporary(name)]
+    names = occupied(store, destination)
     if names and not want.overwrite and not want.resume:
         raise DestinationError(
             f"{destination}: not empty ({', '.join(names[:4])}{', ...' if len(names) > 4 else ''}); "

@@ -25,6 +25,11 @@ def is_temporary(name: str) -> bool:
     return name.startswith(OURS) and name.endswith(_TEMPORARY)
 
 
+def note_name(save_id: str, file: int) -> str:
+    """The object that tells what a finished weight file holds, for a run that goes on."""
+    return f"{OURS}journal-{save_id}-{file:05d}{_TEMPORARY}"
+
+
 @dataclass(frozen=True, slots=True)
 class Claim:
     """Whose a directory is.

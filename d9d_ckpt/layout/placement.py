@@ -200,17 +200,22 @@ def shares(
         for box in boxes:
             holders.setdefault(box, []).append(flat)
     stride = topology.fsdp * topology.tp
-    out = []
+    out: list[Share] = []
     for box, flats in holders.items():
         ranks = tuple(rep * stride + flat for rep in range(topology.dp_replicate) for flat in flats)
-        if len(ranks) == 1:
-            out.append(Share(box, ranks, 0))
-        elif not box.shape or box.numel * itemsize < SMALL:
-            out.append(Share(box, ranks, None))
-        else:
-            for part in range(len(ranks)):
-                low, high = (box.shape[0] * k // len(ranks) for k in (part, part + 1))
-                piece = box.narrow(0, low, high - low)
-                if piece.numel:
-                    out.append(Share(piece, ranks, part))
+        out += divided(box, ranks, itemsize)
     return tuple(sorted(out))
+
+
+def divided(box: Region, ranks: tuple[int, ...], itemsize: int) -> list[Share]:
+    """What each of the holders of a box stores of it."""
+    if len(ranks) == 1:
+        return [Share(box, ranks, 0)]
+    if not box.shape or box.numel * itemsize < SMALL:
+        return [Share(box, ranks, None)]
+    out = []
+    for part in range(len(ranks)):
+        low, high = (box.shape[0] * k // len(ranks) for k in (part, part + 1))
+        if low < high:
+            out.append(Share(box.narrow(0, low, high - low), ranks, part))
+    return out

@@ -1,15 +1,19 @@
 """A destination without renames: objects exist when they are complete, a checkpoint by its record."""
 
 from collections.abc import Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 from d9d_ckpt.formats.base import Arrangement, Content, OutFile, Sink
-from d9d_ckpt.formats.claim import CLAIM, is_temporary
+from d9d_ckpt.formats.claim import CLAIM, is_temporary, note_name
 from d9d_ckpt.formats.existing import NOTHING, Superseded, outranking
 from d9d_ckpt.run import claim
 from d9d_ckpt.run.commit import names_of, replace, settle_small, small_places
 from d9d_ckpt.storage.store import ObjectStore, join
+
+_AT_ONCE = 16
+"""Deletions under way at once."""
 
 
 @dataclass(frozen=True)
@@ -73,19 +77,23 @@ class Bucket:
         new = names_of(sink, content)
         for name in [n for n in self.old.names if n not in new]:
             self.store.delete(join(self.url, name))
-        for name in [*self._notes(), CLAIM]:
-            self.store.delete(join(self.url, name))
+        self._drop_notes(content.arrangement, sink.save_id)
+        self.store.delete(join(self.url, CLAIM))
 
     def abort(self, arrangement: Arrangement, save_id: str) -> None:
         """Remove what this save has written; what was there before stays."""
         mine = claim.held(self.store, self.url, save_id)
-        names = [file.name for file in arrangement.files]
         # Names without the save id may be a successor's by now.
-        for name in [*names, *self._notes()]:
-            if mine or save_id in name:
-                self.store.delete(join(self.url, name))
+        names = [file.name for file in arrangement.files if mine or save_id in file.name]
+        for name in [*names, save_id]:
+            self.store.delete(join(self.url, name))
+        self._drop_notes(arrangement, save_id)
         if mine:
             self.store.delete(join(self.url, CLAIM))
 
-    def _notes(self) -> list[str]:
-        return [name for name in self.store.names(self.url) if is_temporary(name)]
+    def _drop_notes(self, arrangement: Arrangement, save_id: str) -> None:
+        """Remove the notes of a save; a listing may not show yet what has just been put."""
+        notes = {note_name(save_id, number) for number in range(len(arrangement.files))}
+        notes.update(n for n in self.store.names(self.url) if is_temporary(n) and save_id in n)
+        with ThreadPoolExecutor(_AT_ONCE) as pool:
+            list(pool.map(self.store.delete, [join(self.url, name) for name in sorted(notes)]))

@@ -56,6 +56,15 @@ def held(store: Store, url: str, save_id: str) -> bool:
     return found is not None and found.save_id == save_id
 
 
+def occupied(store: Store, url: str) -> list[str]:
+    """What lies in a destination, but for what nothing has come of: temporary files, empty saves."""
+    return [
+        name
+        for name in store.names(url)
+        if not is_temporary(name) and (not SAVE.fullmatch(name) or store.names(join(url, name)))
+    ]
+
+
 def alive(found: Claim) -> bool:
     """Whether a claim may be of a process that still works; of other hosts nothing is known."""
     if found.host != socket.gethostname():
@@ -82,7 +91,7 @@ def interrupted(
     """
     found = read_claim(store, join(url, CLAIM))
     if found is None:
-        names = [name for name in store.names(url) if not is_temporary(name)]
+        names = occupied(store, url)
         if names:
             raise DestinationError(
                 f"{url}: not empty ({', '.join(names[:4])}), and no interrupted run to resume; choose "
@@ -110,8 +119,12 @@ def _sweep(
     names = store.names(url)
     left = [name for name in names if name in found.old]
     if unfinished:
-        # Staged, and published for an index that never came.
-        left += [n for n in names if found.save_id in n and n.endswith(".safetensors")]
+        # Staged, published for an index that never came, and notes of them.
+        left += [
+            name
+            for name in names
+            if found.save_id in name and (name.endswith(".safetensors") or is_temporary(name))
+        ]
         # Even where there is none to be seen: unfinished uploads go with it.
         left.append(found.save_id)
     for name in left:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from d9d_ckpt.codecs.checksum import block_digests, digest, to_hex
 from d9d_ckpt.errors import CkptError
 from d9d_ckpt.formats.base import Arrangement, Content, Extent, Extents
-from d9d_ckpt.formats.claim import OURS
+from d9d_ckpt.formats.claim import OURS, note_name
 from d9d_ckpt.plan.plan import Plan
 from d9d_ckpt.run.commit import Destination
 from d9d_ckpt.storage.local import LocalStore
@@ -74,9 +74,7 @@ class Journal:
 
 def note(store: Store, url: str, save_id: str, file: int, written: Sequence[Written]) -> None:
     """Note what is in a finished object, where nothing can be appended to."""
-    store.put(
-        join(url, f"{OURS}journal-{save_id}-{file:05d}.tmp"), "".join(map(_line, written)).encode()
-    )
+    store.put(join(url, note_name(save_id, file)), "".join(map(_line, written)).encode())
 
 
 def whole_files(done: Finished, arrangement: Arrangement, plan: Plan) -> set[int]:

@@ -4,6 +4,7 @@ import importlib
 import os
 import pickle
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -58,14 +59,16 @@ class LaunchedRanks:
     long as its I/O needs; a failure reaches everybody with its text within one poll.
     """
 
-    def __init__(self, store: Any, rank: int, world: int) -> None:
+    def __init__(self, store: Any, rank: int, world: int, silence: float = _SILENCE) -> None:
         self.rank, self.world = rank, world
-        self._store, self._round, self._beat = store, 0, 0
+        self._store, self._silence, self._round, self._beat = store, silence, 0, 0
+        self._read: list[str] = []
 
     def broadcast(self, value: Any) -> Any:
         self._round += 1
         key = f"d9d/{self._round}/value"
         if self.rank == 0:
+            self._read.append(key)
             self._store.set(key, pickle.dumps(value))
         else:
             value = self._wait(key, 0)
@@ -91,7 +94,14 @@ class LaunchedRanks:
         self._store.set(f"{prefix}/outcome", pickle.dumps(failure))
         if failure is not None:
             raise failure
+        self._forget([*(f"{prefix}/{rank}" for rank in range(self.world)), f"{prefix}/outcome"])
         return values
+
+    def _forget(self, keys: Sequence[str]) -> None:
+        """Drop what every rank has read: all that came before a round in which all have answered."""
+        for key in self._read:
+            self._store.delete_key(key)
+        self._read = list(keys)
 
     def alive(self) -> None:
         self._beat += 1
@@ -108,8 +118,10 @@ class LaunchedRanks:
             )
             if now != beat:
                 beat, since = now, time.monotonic()
-            if time.monotonic() - since > _SILENCE:
-                raise StorageError(f"rank {rank} has shown no sign of life for {_SILENCE:.0f} s")
+            if time.monotonic() - since > self._silence:
+                raise StorageError(
+                    f"rank {rank} has shown no sign of life for {self._silence:.0f} s"
+                )
             self.alive()
             time.sleep(_POLL)
         # Written by our own ranks in this run, never read from storage.

@@ -1,6 +1,7 @@
 """The store behind a URL."""
 
 import importlib
+import os
 from pathlib import Path
 
 from d9d_ckpt.errors import UsageError
@@ -8,8 +9,9 @@ from d9d_ckpt.storage.local import LocalStore
 from d9d_ckpt.storage.store import ObjectStore, Options, is_local
 
 
-def normalise(url: str) -> str:
+def normalise(url: str | os.PathLike[str]) -> str:
     """``url`` with ``file://`` and the user's directory resolved: local paths come out absolute."""
+    url = os.fspath(url)
     if url.startswith("file://"):
         url = url.removeprefix("file://")
     try:
