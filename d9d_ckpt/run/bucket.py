@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 from d9d_ckpt.formats.base import Arrangement, Content, OutFile, Sink
-from d9d_ckpt.formats.claim import CLAIM, is_temporary, note_name
+from d9d_ckpt.formats.claim import CLAIM, is_temporary, note_name, read_claim
 from d9d_ckpt.formats.existing import NOTHING, Superseded, outranking
 from d9d_ckpt.run import claim
 from d9d_ckpt.run.commit import names_of, replace, settle_small, small_places
@@ -49,8 +49,10 @@ class Bucket:
         Raises:
             DestinationError: Another writer has it.
         """
-        del arrangement  # objects need no preparation
+        before = read_claim(self.store, join(self.url, CLAIM))
         claim.take(self.store, self.url, save_id, self.work, again=self.again)
+        if before is not None and before.save_id not in ("", save_id):
+            self._drop_notes(arrangement, before.save_id)
 
     def commit(self, sink: Sink, content: Content) -> None:
         """Small files, then the record, once the claim is still ours.

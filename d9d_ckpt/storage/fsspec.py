@@ -3,6 +3,7 @@
 import tempfile
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import fsspec
@@ -71,10 +72,12 @@ class FsspecStore:
         self._call("put", url, self._fs.pipe_file, self._path(url), content)
 
     def delete(self, url: str) -> None:
-        try:
-            self._call("delete", url, self._fs.rm, self._path(url), recursive=True)
-        except MissingError:
+        # By its name first: a recursive removal begins with a listing, which may not show it yet.
+        with suppress(MissingError, StorageError):
+            self._call("delete", url, self._fs.rm_file, self._path(url))
             return
+        with suppress(MissingError):
+            self._call("delete", url, self._fs.rm, self._path(url), recursive=True)
 
     def remove_empty(self, url: str) -> None:
         """Nothing: most such stores have no directories of their own."""
