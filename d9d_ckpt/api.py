@@ -69,8 +69,10 @@ from d9d_ckpt.storage.opening import normalise, store_for
 from d9d_ckpt.storage.store import Options, is_local
 from d9d_ckpt.tensors import BLOCK, DType, dtype_from_torch, parse_bytes
 
-_IN_FLIGHT = 16
-"""Requests to remote stores at once."""
+_IN_FLIGHT = range(8, 65)
+_PER_CORE = 4
+"""Requests to remote stores at once: four a core, within these bounds. With 16 on two cores, which the
+server shared, downloads ran at 0.78 of a plain client's speed, with 8 at 0.9."""
 
 UserMapping = Callable[[Checkpoint], Mapping[str, LazyTensor]]
 Watch = Callable[[int, int, int, int], None]
@@ -457,7 +459,7 @@ def _work(
     remote = not (is_local(source) and is_local(destination))
     if remote:
         # Requests cost milliseconds each: many at once, as far as their buffers fit.
-        workers = max(1, min(max(workers, _IN_FLIGHT), _size(want.memory) // (3 * PART)))
+        workers = max(1, min(max(workers, _in_flight()), _size(want.memory) // (3 * PART)))
     arrangement = sink.arrange(made.plan.targets)
     done = Finished()
     if again:
@@ -714,6 +716,10 @@ def _size(value: str | int) -> int:
 
 def _cores() -> int:
     return len(os.sched_getaffinity(0))
+
+
+def _in_flight() -> int:
+    return min(max(_PER_CORE * _cores(), _IN_FLIGHT[0]), _IN_FLIGHT[-1])
 
 
 def _workers(want: Settings, ranks: Ranks) -> int:

@@ -75,7 +75,8 @@ class Bucket:
 
     def tidy(self, sink: Sink, content: Content) -> None:
         """Remove what the checkpoint has replaced, and the claim."""
-        settle_small(self.store, self.url, sink.save_id, content, None)
+        if self.old.save_id is not None:
+            settle_small(self.store, self.url, sink.save_id, content, None)
         new = names_of(sink, content)
         for name in [n for n in self.old.names if n not in new]:
             self.store.delete(join(self.url, name))

@@ -108,7 +108,8 @@ class Directory:
 
     def tidy(self, sink: Sink, content: Content) -> None:
         """Remove what the checkpoint has replaced, and the claim."""
-        settle_small(self.store, self.url, sink.save_id, content, self.old.mode)
+        if self.old.save_id is not None:
+            settle_small(self.store, self.url, sink.save_id, content, self.old.mode)
         new = names_of(sink, content)
         self._delete([name for name in self.old.names if name not in new])
         self._delete([*self._leftovers(), CLAIM])

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from itertools import zip_longest
 
 from d9d_ckpt.codecs.zstd import Zstd
 from d9d_ckpt.errors import CkptError, StorageError
@@ -27,6 +28,9 @@ _LOG = logging.getLogger(__name__)
 
 PART = 8 << 20
 """Bytes of a part at least, but for the last: above the 5 MiB that S3 asks for."""
+
+_ABREAST = 4
+"""Objects whose parts are sent in turns."""
 
 _MOST_PARTS = 9000
 """Parts of an object at most, of the 10,000 that S3 allows."""
@@ -186,7 +190,7 @@ class Uploader:
 
     def _send_parts(self, pool: ThreadPoolExecutor) -> None:
         u = self._uploads
-        parts = [part for file in u.files for part in parts_of(u.arrangement, u.plan, file)]
+        parts = _interleaved([parts_of(u.arrangement, u.plan, file) for file in u.files])
         if not u.sink.plain_headers:
             self._finish([pool.submit(self._hash, part) for part in parts])
         for file in u.files:
@@ -331,6 +335,18 @@ class Uploader:
             self._extents.update(streamer.extents)
         streamer.digests.clear()
         streamer.extents.clear()
+
+
+def _interleaved(objects: Sequence[Sequence[Part]]) -> list[Part]:
+    """Parts in the order in which they are sent: some objects side by side, each from its first part on.
+
+    A server that passes parts on as they come takes those of one object one after the other.
+    """
+    out: list[Part] = []
+    for first in range(0, len(objects), _ABREAST):
+        rows = zip_longest(*objects[first : first + _ABREAST])
+        out += [part for row in rows for part in row if part is not None]
+    return out
 
 
 def _in_order(
