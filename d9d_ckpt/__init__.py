@@ -14,6 +14,9 @@ if os.path.basename(next(iter(sys.argv), "")) in ("d9d-ckpt", "-m"):
     # time of its start: 0.3 s with them, 0.2 s without. Whoever imports the package keeps them.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
+import importlib
+from typing import TYPE_CHECKING
+
 from d9d_ckpt.api import Settings as Settings
 from d9d_ckpt.api import convert as convert
 from d9d_ckpt.api import diff as diff
@@ -26,3 +29,25 @@ from d9d_ckpt.graph.build import cat as cat
 from d9d_ckpt.graph.build import stack as stack
 from d9d_ckpt.layout.topology import Topology as Topology
 from d9d_ckpt.run.checkpoint import Checkpoint as Checkpoint
+
+if TYPE_CHECKING:
+    from d9d_ckpt.checkpointer.cursor import DataCursor as DataCursor
+    from d9d_ckpt.checkpointer.load import LoadReport as LoadReport
+    from d9d_ckpt.checkpointer.rng import RNG as RNG
+    from d9d_ckpt.checkpointer.saver import Checkpointer as Checkpointer
+    from d9d_ckpt.checkpointer.saver import Handle as Handle
+
+_LIVE = {
+    "Checkpointer": "saver",
+    "DataCursor": "cursor",
+    "Handle": "saver",
+    "LoadReport": "load",
+    "RNG": "rng",
+}
+"""What needs torch, and its module: torch takes seconds to import, and the command does without."""
+
+
+def __getattr__(name: str) -> object:
+    if name not in _LIVE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"d9d_ckpt.checkpointer.{_LIVE[name]}"), name)

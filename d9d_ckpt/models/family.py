@@ -1,7 +1,7 @@
 """A family: rules that say how training tensors are made of Hugging Face ones, and where they go."""
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -231,7 +231,7 @@ def _listed(head: str, names: Sequence[str], total: int | None = None) -> str:
     return f"{head}: {shown}" + (f" and {total - 20} more" if total > 20 else "")
 
 
-def nearest(name: str, names: Mapping[str, Any]) -> list[str]:
+def nearest(name: str, names: Iterable[str]) -> list[str]:
     """The three existing names that share most dotted parts with ``name``."""
     parts = set(name.split("."))
     scored = sorted((-len(parts & set(n.split("."))), n) for n in names)

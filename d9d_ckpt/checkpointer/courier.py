@@ -1,0 +1,400 @@
+"""A thread of each rank that hands snapshots to the writer process and agrees with the other ranks."""
+
+import logging
+import queue
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from d9d_ckpt.checkpointer.base import Held
+from d9d_ckpt.checkpointer.link import Link
+from d9d_ckpt.checkpointer.load import TIED
+from d9d_ckpt.checkpointer.messages import Abort, Commit, Describe, Prepare, Prune, Write, Wrote
+from d9d_ckpt.checkpointer.sender import columns_of
+from d9d_ckpt.checkpointer.share import Holding, SavePlan, plan_save
+from d9d_ckpt.checkpointer.snapshot import Snapshot
+from d9d_ckpt.checkpointer.staging import Staging
+from d9d_ckpt.checkpointer.values import merge
+from d9d_ckpt.codecs.checksum import to_hex
+from d9d_ckpt.codecs.zstd import Zstd
+from d9d_ckpt.errors import CkptError, CorruptError, RequestError, StorageError
+from d9d_ckpt.formats.base import Extent
+from d9d_ckpt.formats.sharded import Manifest
+from d9d_ckpt.layout.topology import Topology
+from d9d_ckpt.run.execute import new_save_id
+from d9d_ckpt.run.ranks import Ranks
+from d9d_ckpt.run.retention import Policy
+from d9d_ckpt.storage.store import Options, join
+from d9d_ckpt.tensors import BLOCK, Target
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
+
+_LOG = logging.getLogger(__name__)
+
+_IDLE = 1.0
+"""Seconds between signs of life while there is nothing to do."""
+
+_LONGEST_ABORT = 180.0
+"""Seconds that a store gets to be rid of an unfinished save: more than it is asked again for."""
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What all saves of a checkpointer have in common.
+
+    Attributes:
+        url: The run directory, normalised.
+        options: Storage options.
+        codec: How tensors are encoded.
+        policy: Which steps stay after a commit; None for all.
+        compare_replicas: Whether what several ranks hold must be equal on all of them.
+        check_finite: Whether NaN and infinity are refused.
+        layout: Topology for the manifest.
+        family: Model family for the manifest, so that offline tools can reshard by it.
+        config: The model's config.json, parsed.
+        small: Files that go along.
+    """
+
+    url: str
+    options: Options
+    codec: Zstd | None
+    policy: Policy | None
+    compare_replicas: bool
+    check_finite: bool
+    layout: Topology
+    family: str | None = None
+    config: Mapping[str, Any] | None = None
+    small: Mapping[str, bytes] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Job:
+    """One save.
+
+    Attributes:
+        step: Its step.
+        overwrite: Whether a whole checkpoint of that step is replaced.
+        tensors: What this rank holds.
+        holding: The same without the bytes.
+        values: JSON of the state.
+        tied: Names that stand for another tensor.
+        snapshot: Where the bytes are in the slot.
+        slot: Number of the slot.
+        staging: The slot.
+        future: What waits for the outcome.
+    """
+
+    step: int
+    overwrite: bool
+    tensors: Mapping[str, Held]
+    holding: Holding
+    values: Mapping[str, Any]
+    tied: Mapping[str, str]
+    snapshot: Snapshot
+    slot: int
+    staging: Staging
+    future: "Future[None]"
+
+
+class _Ready(NamedTuple):
+    """What a rank says when it has a snapshot."""
+
+    step: int
+    mark: str
+    values: Mapping[str, Any]
+    tied: Mapping[str, str]
+
+
+class _Verdict(NamedTuple):
+    """What rank 0 says of it."""
+
+    save_id: str
+    replan: bool
+
+
+class _Agreed(NamedTuple):
+    """What all ranks go by; the values are rank 0's to write, joined over the ranks."""
+
+    save_id: str
+    plan: SavePlan
+    values: Mapping[str, Any]
+
+
+class Courier(threading.Thread):
+    """Carries jobs one after the other; every rank has one and all carry the same steps."""
+
+    def __init__(
+        self, terms: Terms, ranks: Callable[[int], Ranks], released: Callable[[int], None]
+    ) -> None:
+        super().__init__(name="d9d-ckpt courier", daemon=True)
+        self._terms, self._open_ranks, self._released = terms, ranks, released
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._saves = 0
+        self._ranks = ranks(0)
+        self._marks: list[str] = []
+        self._plan: SavePlan | None = None
+        self._link: Link | None = None
+        self._described: SavePlan | None = None
+        self._mine: list[int] = []
+        self._lent: dict[int, int] = {}
+
+    def send(self, job: Job) -> None:
+        """Carry ``job`` after those before it."""
+        self._jobs.put(job)
+
+    def end(self) -> None:
+        """Stop after the jobs that were sent."""
+        self._jobs.put(None)
+
+    def run(self) -> None:
+        try:
+            while (job := self._next()) is not None:
+                try:
+                    job.snapshot.wait()
+                    self._carry(job)
+                except BaseException as error:  # noqa: BLE001 - handed to whoever waits
+                    self._released(job.slot)
+                    job.future.set_exception(_ours(error))
+                else:
+                    self._released(job.slot)
+                    job.future.set_result(None)
+                self._saves += 1
+                self._ranks = self._open_ranks(self._saves)
+        finally:
+            if self._link is not None:
+                self._link.close()
+
+    def _next(self) -> Job | None:
+        while True:
+            try:
+                return self._jobs.get(timeout=_IDLE)
+            except queue.Empty:
+                self._ranks.alive()
+
+    def _carry(self, job: Job) -> None:
+        ranks = self._ranks
+        save_id, plan, values = self._agreed(job)
+        asked = self._asked(job, save_id, values)
+        try:
+            failure = None
+            if ranks.rank == 0:
+                failure = _failure(lambda: self._ready(job, plan).ask(asked, beat=ranks.alive))
+            ranks.broadcast(failure)
+            wrote = ranks.gather(self._wrote(job, plan, asked))
+            if ranks.rank == 0:
+                failure = _failure(lambda: self._commit(plan, wrote))
+            ranks.broadcast(failure)
+        except BaseException:
+            self._abort()
+            raise
+        if ranks.rank == 0:
+            self._prune(job)
+
+    def _agreed(self, job: Job) -> _Agreed:
+        """The plan, which is made anew only when the structure of some rank has changed."""
+        ranks = self._ranks
+        heard = ranks.gather(_Ready(job.step, job.holding.mark, job.values, job.tied))
+        said: _Verdict | CkptError | None = None
+        values: Mapping[str, Any] = {}
+        if ranks.rank == 0:
+            try:
+                said, values = self._verdict(heard), _joined(heard)
+            except CkptError as error:
+                said = error
+        verdict: _Verdict = ranks.broadcast(said)
+        if verdict.replan or self._plan is None:
+            every: list[Holding] = ranks.broadcast(ranks.gather(job.holding))
+            largest = BLOCK if self._terms.codec is not None else None
+            self._plan = plan_save(every, largest=largest)
+            self._marks = [rank.mark for rank in heard]
+        return _Agreed(verdict.save_id, self._plan, values)
+
+    def _verdict(self, heard: Sequence[_Ready]) -> _Verdict:
+        steps = {said.step for said in heard}
+        if len(steps) > 1:
+            each = ", ".join(f"rank {r}: {said.step}" for r, said in enumerate(heard[:8]))
+            raise RequestError(f"ranks save different steps ({each}); all must save the same")
+        marks = [said.mark for said in heard]
+        return _Verdict(new_save_id(), replan=marks != self._marks or self._plan is None)
+
+    def _ready(self, job: Job, plan: SavePlan) -> Link:
+        """A writer process that knows the plan and the slot."""
+        link = self._link
+        if link is None or not link.alive:
+            if link is not None:
+                link.close()
+            link = self._link = Link.start()
+            self._described, self._lent = None, {}
+        if self._described is not plan:
+            # Only rank 0 commits: the others need not know what 511 more of them write.
+            mine = plan.of(self._ranks.rank)
+            targets = (
+                [plan.targets[number] for number in mine] if self._ranks.rank else plan.targets
+            )
+            columns = columns_of(targets) if self._terms.codec is not None else None
+            link.ask(Describe(targets, plan.specs, columns), beat=self._ranks.alive)
+            self._described, self._mine = plan, mine
+        if job.staging.nbytes and self._lent.get(job.slot) != job.staging.nbytes:
+            link.lend(job.slot, job.staging)
+            self._lent[job.slot] = job.staging.nbytes
+        return link
+
+    def _asked(self, job: Job, save_id: str, values: Mapping[str, Any]) -> Prepare:
+        """What the writer processes get ready for; that of rank 0 claims the place."""
+        terms, ranks = self._terms, self._ranks
+        manifest = Manifest(
+            save_id=save_id,
+            step=job.step,
+            layout=terms.layout,
+            family=terms.family,
+            config=terms.config,
+            experts="",
+            entries={},
+            files={},
+            values=values,
+            provenance={"saved_by": "trainer", "world": ranks.world},
+        )
+        return Prepare(
+            url=join(terms.url, f"step-{job.step:08d}"),
+            manifest=manifest,
+            coordinator=ranks.rank == 0,
+            options=terms.options,
+            codec=terms.codec,
+            overwrite=job.overwrite,
+        )
+
+    def _wrote(self, job: Job, plan: SavePlan, asked: Prepare) -> Wrote | CkptError:
+        """What this rank has written, or why it could not."""
+        ranks, offsets = self._ranks, job.snapshot.offsets
+        try:
+            if self._terms.check_finite:
+                _check_finite(job)
+            link = self._ready(job, plan)
+            if ranks.rank:
+                link.ask(asked, beat=ranks.alive)
+            sources = {
+                (number if ranks.rank == 0 else place): _source(plan.targets[number], job)
+                for place, number in enumerate(self._mine)
+            }
+            compared = plan.compared(ranks.rank) if self._terms.compare_replicas else []
+            hashed = [(offsets[r.name], job.tensors[r.name].local.nbytes) for r in compared]
+            wrote = link.ask(Write(job.slot, sources, hashed), beat=ranks.alive)
+        except CkptError as error:
+            return type(error)(f"rank {ranks.rank}: {error}")
+        if ranks.rank == 0:
+            return wrote
+        return replace(
+            wrote,
+            digests={self._mine[place]: found for place, found in wrote.digests.items()},
+            extents={self._mine[place]: extent for place, extent in wrote.extents.items()},
+        )
+
+    def _commit(self, plan: SavePlan, wrote: Sequence[Wrote]) -> None:
+        if self._link is None:
+            raise StorageError("the writer process is gone")
+        if self._terms.compare_replicas:
+            _check_replicas(plan, wrote)
+        digests = {n: found for rank in wrote for n, found in rank.digests.items()}
+        extents: dict[int, Extent] = {n: e for rank in wrote for n, e in rank.extents.items()}
+        asked = Commit(digests, extents, self._terms.small)
+        done = self._link.ask(asked, beat=self._ranks.alive)
+        if done.warning:
+            _LOG.warning("%s", done.warning)
+
+    def _abort(self) -> None:
+        link = self._link
+        if link is not None and link.alive:
+            error = _failure(
+                lambda: link.ask(Abort(), beat=self._ranks.alive, timeout=_LONGEST_ABORT)
+            )
+            if error is not None:
+                _LOG.warning("what was written of a failed save is left behind: %s", error)
+
+    def _prune(self, job: Job) -> None:
+        """Delete old steps; the save stands whatever comes of it."""
+        terms, link = self._terms, self._link
+        if terms.policy is None or link is None:
+            return
+        asked = Prune(terms.url, terms.policy, job.step, terms.options)
+        try:
+            warning = link.ask(asked, beat=self._ranks.alive).warning
+        except CkptError as error:
+            warning = str(error)
+        if warning:
+            _LOG.warning("old steps are left: %s", warning)
+
+
+def _failure(step: Callable[[], object]) -> CkptError | None:
+    """What went wrong at a step of rank 0, for all ranks."""
+    try:
+        step()
+    except CkptError as error:
+        return error
+    return None
+
+
+def _ours(error: BaseException) -> BaseException:
+    """Errors of the store through which ranks meet, and of ours, as CkptError."""
+    if isinstance(error, CkptError):
+        return error
+    return StorageError(f"the save failed: {type(error).__name__}: {error}")
+
+
+def _joined(heard: Sequence[_Ready]) -> dict[str, Any]:
+    """The values of all ranks as one, and with them the names that stand for another tensor."""
+    tied: dict[str, str] = {}
+    for rank, said in enumerate(heard):
+        for name, owner in said.tied.items():
+            if tied.setdefault(name, owner) != owner:
+                raise RequestError(
+                    f"tensor {name!r} is tied to {owner!r} on rank {rank}, to {tied[name]!r} on another"
+                )
+    values = merge([said.values for said in heard])
+    return values | {TIED: tied} if tied else values
+
+
+def _source(target: Target, job: Job) -> int:
+    """Where a target begins in the slot; its bytes lie together in those of the local tensor."""
+    held = job.tensors[target.name]
+    if held.box is None:
+        raise StorageError(f"tensor {target.name!r}: nothing of it is here to be stored")
+    at = 0
+    for start, size in zip(target.box.within(held.box).start, held.box.shape, strict=True):
+        at = at * size + start
+    return job.snapshot.offsets[target.name] + at * held.spec.dtype.itemsize
+
+
+def _check_replicas(plan: SavePlan, wrote: Sequence[Wrote]) -> None:
+    """All holders of a box must have the same bytes."""
+    hashes = [iter(rank.hashes) for rank in wrote]
+    for replica in plan.replicas:
+        found = {rank: next(hashes[rank]) for rank in replica.ranks}
+        first = replica.ranks[0]
+        other = [rank for rank, value in found.items() if value != found[first]]
+        if other:
+            raise CorruptError(
+                f"tensor {replica.name!r}: rank {other[0]} ({to_hex(found[other[0]])}) differs from rank "
+                f"{first} ({to_hex(found[first])}), though both hold {replica.box.start} to "
+                f"{replica.box.stop} of it; nothing is committed. Replicas have drifted apart, or two "
+                "tensors have one name"
+            )
+
+
+def _check_finite(job: Job) -> None:
+    for name, offset in job.snapshot.offsets.items():
+        local = job.tensors[name].local
+        if not local.dtype.is_floating_point or local.dtype.itemsize == 1:
+            continue
+        staged = torch.frombuffer(job.staging.view, dtype=torch.uint8)[
+            offset : offset + local.nbytes
+        ]
+        bad = int((~torch.isfinite(staged.view(local.dtype))).sum())
+        if bad:
+            raise CorruptError(
+                f"tensor {name!r}: {bad} of {local.numel()} elements here are NaN or infinite at step "
+                f"{job.step}; nothing is committed (check_finite=False saves it anyway)"
+            )

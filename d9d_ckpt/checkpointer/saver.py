@@ -1,0 +1,374 @@
+"""`Checkpointer`: saves beside the training and resumes on any topology."""
+
+import atexit
+import logging
+import os
+import queue
+import signal
+import weakref
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+
+from d9d_ckpt.checkpointer.base import Flat
+from d9d_ckpt.checkpointer.courier import Courier, Job, Terms
+from d9d_ckpt.checkpointer.load import Leniency, LoadReport, find, load
+from d9d_ckpt.checkpointer.share import holding
+from d9d_ckpt.checkpointer.snapshot import Snapshot, Snapshots
+from d9d_ckpt.checkpointer.staging import Staging
+from d9d_ckpt.checkpointer.state import flatten
+from d9d_ckpt.checkpointer.unpadded import cut
+from d9d_ckpt.codecs.zstd import parse_codec
+from d9d_ckpt.errors import CkptError, UsageError
+from d9d_ckpt.layout.topology import Topology
+from d9d_ckpt.run.ranks import LaunchedRanks, OneRank, Ranks
+from d9d_ckpt.run.retention import Policy
+from d9d_ckpt.storage.opening import normalise
+from d9d_ckpt.storage.store import Options
+
+_LOG = logging.getLogger(__name__)
+
+_PrefixStore: Any = dist.distributed_c10d.PrefixStore
+
+_SLOTS = 2
+"""Snapshots at once: one is written while the next is taken."""
+
+
+class Handle:
+    """One save on its way.
+
+    Attributes:
+        step: Its step.
+    """
+
+    def __init__(self, step: int, snapshot: Snapshot, future: "Future[None]") -> None:
+        self.step = step
+        self._snapshot, self._future = snapshot, future
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Return when the checkpoint is durable and committed.
+
+        Raises:
+            CkptError: What went wrong, on whichever rank.
+            TimeoutError: It is not over after ``timeout`` seconds.
+        """
+        self._future.result(timeout)
+
+    def settle(self) -> None:
+        """Return when it is over, well or badly."""
+        self._future.exception()
+
+    def wait_snapshot(self) -> None:
+        """Return when the state may be written to again; at once on CPU."""
+        self._snapshot.wait()
+
+    @property
+    def done(self) -> bool:
+        """Whether it is over, well or badly."""
+        return self._future.done()
+
+
+class Checkpointer:
+    """Saves the state of a trainer to a run directory and loads it again, on any topology.
+
+    Every rank has one and calls the same methods with the same steps. `save` returns once the state has
+    been copied (on a GPU: once the copies are enqueued); a process beside the trainer writes. What goes
+    wrong there is raised on every rank by the next `save`, `wait` or `poll`.
+    """
+
+    def __init__(
+        self,
+        url: str | os.PathLike[str],
+        *,
+        keep_last: int | None = None,
+        keep_every: int | None = None,
+        codec: str = "none",
+        compare_replicas: bool = True,
+        check_finite: bool = False,
+        on_error: str = "raise",
+        optimizers: Sequence[torch.optim.Optimizer] = (),
+        unpadded: Mapping[str, int] | None = None,
+        layout: Topology | None = None,
+        family: str | None = None,
+        config: Mapping[str, Any] | None = None,
+        files: Mapping[str, bytes] | None = None,
+        silence: float = 300.0,
+        storage_options: Options | None = None,
+    ) -> None:
+        """Nothing is read or written yet.
+
+        Args:
+            url: The run directory: each step becomes ``step-NNNNNNNN`` in it.
+            keep_last: How many of the newest whole steps stay after a save; None keeps all.
+            keep_every: Steps divisible by it stay as well.
+            codec: ``none``, ``zstd`` or ``zstd:LEVEL``.
+            compare_replicas: Refuse to commit when ranks that hold the same tensor hold other bytes.
+            check_finite: Refuse to commit NaN and infinity.
+            on_error: ``raise``, or ``warn`` to log a failed save and train on.
+            optimizers: On a GPU, their next step waits for the copies by itself.
+            unpadded: Rows by glob: tensors with more rows (a padded vocabulary) are stored cut to them,
+                and loaded with zeros beyond.
+            layout: Topology for the manifest.
+            family: Model family for the manifest, so that `d9d-ckpt reshard` and `convert` know it.
+            config: The model's config.json, parsed.
+            files: Files that go along, config.json and tokenizer say.
+            silence: Seconds without a sign of life after which a rank counts as lost.
+            storage_options: Passed to fsspec.
+
+        Raises:
+            UsageError: A codec or an error mode that there is not.
+        """
+        if on_error not in ("raise", "warn"):
+            raise UsageError(f"on_error={on_error!r}: must be raise or warn")
+        policy = None if keep_last is None else Policy(keep_last, keep_every)
+        self._terms = Terms(
+            url=normalise(url),
+            options=storage_options or {},
+            codec=parse_codec(codec),
+            policy=policy,
+            compare_replicas=compare_replicas,
+            check_finite=check_finite,
+            layout=layout or Topology(),
+            family=family,
+            config=config,
+            small=files or {},
+        )
+        self._on_error, self._silence = on_error, silence
+        self._optimizers, self._unpadded = optimizers, unpadded or {}
+        self._snapshots = Snapshots()
+        self._staging = [Staging() for _ in range(_SLOTS)]
+        self._free: queue.SimpleQueue[int] = queue.SimpleQueue()
+        for slot in range(_SLOTS):
+            self._free.put(slot)
+        self._courier: Courier | None = None
+        self._pending: list[Handle] = []
+        self._guards: list[Any] = []
+        self._signalled = False
+        self._loads = 0
+
+    def save(
+        self,
+        step: int,
+        state: Mapping[str, Any],
+        *,
+        blocking: bool = False,
+        overwrite: bool = False,
+    ) -> Handle:
+        """Save ``state`` as ``step``.
+
+        Args:
+            step: Its number; the same on every rank.
+            state: A nested dict of tensors, DTensors, objects with state_dict, and JSON values.
+            blocking: Return only when it is durable and committed.
+            overwrite: Replace a whole checkpoint of that step.
+
+        Raises:
+            CkptError: The state cannot be saved, or an earlier save has failed.
+        """
+        self.poll()
+        flat = self._flat(state)
+        slot = self._taken_slot()
+        try:
+            snapshot = self._snapshots.take(flat.tensors, self._staging[slot])
+        except BaseException:
+            self._free.put(slot)
+            raise
+        self._guard(snapshot)
+        future: Future[None] = Future()
+        job = Job(
+            step=step,
+            overwrite=overwrite,
+            tensors=flat.tensors,
+            holding=holding(flat.tensors),
+            values=flat.values,
+            tied=flat.tied,
+            snapshot=snapshot,
+            slot=slot,
+            staging=self._staging[slot],
+            future=future,
+        )
+        self._running().send(job)
+        handle = Handle(step, snapshot, future)
+        self._pending.append(handle)
+        if blocking:
+            handle.wait()
+        return handle
+
+    def load(
+        self,
+        state: Mapping[str, Any],
+        step: int | str = "latest",
+        *,
+        url: str | os.PathLike[str] | None = None,
+        allow_missing: Sequence[str] = (),
+        ignore: Sequence[str] = (),
+        cast: bool = False,
+    ) -> LoadReport:
+        """Fill ``state`` in place, each rank its own regions.
+
+        Args:
+            state: As given to `save`; live tensors are filled, JSON values are put back.
+            step: A step, or ``latest`` for the highest whole one.
+            url: Another run, sharded or Hugging Face checkpoint to load from.
+            allow_missing: Globs of live tensors that the checkpoint may lack.
+            ignore: Globs of tensors of the checkpoint that the state may lack.
+            cast: Let floats change their dtype.
+
+        Raises:
+            SourceError: There is no such checkpoint, or it is damaged.
+            MappingError: Checkpoint and state do not fit together.
+        """
+        self.wait()
+        if isinstance(step, str) and step != "latest":
+            raise UsageError(f"step={step!r}: must be a number or 'latest'")
+        place = self._terms.url if url is None else normalise(url)
+        self._loads += 1
+        ranks = self._ranks(f"load/{self._loads}")
+        wanted = None if isinstance(step, str) else step
+        origin = find(place, wanted, self._terms.options, ranks)
+        lenient = Leniency(allow_missing, ignore, cast)
+        return load(state, origin, lenient, self._unpadded, ranks)
+
+    def poll(self) -> None:
+        """Raise what has gone wrong in the background since the last look.
+
+        Raises:
+            CkptError: The first failure, with rank and cause.
+        """
+        over = [handle for handle in self._pending if handle.done]
+        self._pending = [handle for handle in self._pending if not handle.done]
+        failures = []
+        for handle in over:
+            try:
+                handle.wait()
+            except CkptError as error:
+                failures.append((handle.step, error))
+        for step, failure in failures:
+            if self._on_error == "warn":
+                _LOG.warning("the save of step %d has failed: %s", step, failure)
+        if failures and self._on_error == "raise":
+            raise failures[0][1]
+
+    def wait(self) -> None:
+        """Return when every save so far is committed.
+
+        Raises:
+            CkptError: What went wrong with the first that was not.
+        """
+        for handle in self._pending:
+            handle.settle()
+        self.poll()
+
+    def save_on_signal(self, number: int = signal.SIGTERM) -> None:
+        """Let `due` say when a save is wanted because a signal came, on whichever rank."""
+        signal.signal(number, self._note_signal)
+
+    def due(self, step: int) -> bool:
+        """Whether a signal asks for a save at this step; ask once a step, on every rank.
+
+        The first rank that was signalled names the step after next, which no rank has passed: all are
+        within one step of each other.
+        """
+        store = self._store()
+        if store is None:
+            return self._signalled
+        if self._signalled and not store.check(["stop"]):
+            store.set("stop", str(step + 2))
+        return bool(store.check(["stop"])) and step >= int(store.get("stop"))
+
+    def close(self) -> None:
+        """Finish the saves on their way and let go of the writer process and its memory.
+
+        Raises:
+            CkptError: A save has failed that nobody has heard of yet.
+        """
+        courier, self._courier = self._courier, None
+        if courier is not None:
+            courier.end()
+            courier.join()
+        for staging in self._staging:
+            self._snapshots.release(staging)
+        for guard in self._guards:
+            guard.remove()
+        self._guards = []
+        self.poll()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            self.close()
+        except CkptError as failed:
+            if error is None:
+                raise
+            _LOG.warning("a save has failed as well: %s", failed)
+
+    def _flat(self, state: Mapping[str, Any]) -> Flat:
+        flat = flatten(state)
+        return Flat(cut(flat.tensors, self._unpadded), flat.values, flat.tied)
+
+    def _taken_slot(self) -> int:
+        try:
+            return self._free.get_nowait()
+        except queue.Empty:
+            _LOG.warning(
+                "both snapshots are still being written: the store is slower than the saves"
+            )
+        return self._free.get()
+
+    def _guard(self, snapshot: Snapshot) -> None:
+        """On a GPU, hold the next step of the optimizers back until the copies are made."""
+        for guard in self._guards:
+            guard.remove()
+        self._guards = []
+        if snapshot.events:
+            for optimizer in self._optimizers:
+                hook = optimizer.register_step_pre_hook(lambda *_: snapshot.guard())
+                self._guards.append(hook)
+
+    def _running(self) -> Courier:
+        if self._courier is None:
+            self._courier = Courier(
+                self._terms, lambda number: self._ranks(f"save/{number}"), self._free.put
+            )
+            self._courier.start()
+            atexit.register(_drain, weakref.ref(self))
+        return self._courier
+
+    def _ranks(self, name: str) -> Ranks:
+        """The ranks for one save or load: apart from all others, whatever became of those."""
+        store = self._store()
+        if store is None:
+            return OneRank()
+        own = _PrefixStore(name, store)
+        return LaunchedRanks(own, dist.get_rank(), dist.get_world_size(), self._silence)
+
+    def _store(self) -> Any:
+        """Where the ranks meet: the key-value store of the default process group, never a collective."""
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            return None
+        base = dist.distributed_c10d._get_default_store()  # noqa: SLF001 - torch has no public name
+        return _PrefixStore(f"d9d-ckpt/{self._terms.url}", base)
+
+    def _note_signal(self, *_: object) -> None:
+        self._signalled = True
+
+
+def _drain(reference: "weakref.ref[Checkpointer]") -> None:
+    """At the end of the interpreter: what is on its way arrives."""
+    saver = reference()
+    if saver is not None:
+        try:
+            saver.close()
+        except CkptError as error:
+            _LOG.error("a save has failed: %s", error)

@@ -1,0 +1,85 @@
+"""Memory that a trainer and its writer process share: one slot holds what one save was given."""
+
+import mmap
+import os
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Bytes = npt.NDArray[np.uint8]
+
+_PAGE = 2 << 20
+"""Slots are whole huge pages, which registered memory is handled in."""
+
+
+class Staging:
+    """A slot: memory without a name, so that nothing of it outlives the processes that hold it.
+
+    It only grows. Copies reach 12 GB/s into memory that was written before, 4 into fresh pages.
+
+    Attributes:
+        fd: Its descriptor, for the writer process; the same whatever the size.
+        view: uint8 [nbytes], all of it.
+    """
+
+    def __init__(self) -> None:
+        self.fd = os.memfd_create("d9d-ckpt")
+        self.view: Bytes = np.empty(0, np.uint8)
+
+    @property
+    def nbytes(self) -> int:
+        """Its size."""
+        return len(self.view)
+
+    def reserve(self, nbytes: int) -> bool:
+        """Grow to ``nbytes`` at least; whether the memory is at another address now.
+
+        What was written stays. Views that were handed out see the same bytes, and keep the old
+        mapping until they are dropped.
+        """
+        if nbytes <= self.nbytes:
+            return False
+        whole = -(-nbytes // _PAGE) * _PAGE
+        os.ftruncate(self.fd, whole)
+        self.view = np.frombuffer(mmap.mmap(self.fd, whole), np.uint8)
+        return True
+
+    def close(self) -> None:
+        """Let go of it; the memory is free once the views and the writer's mapping are gone."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+        self.view = np.empty(0, np.uint8)
+
+
+@dataclass(frozen=True)
+class Lent:
+    """A slot as the writer process sees it, read-only.
+
+    Attributes:
+        fd: Its own descriptor.
+        view: All of it.
+    """
+
+    fd: int
+    view: memoryview
+
+    @classmethod
+    def map(cls, fd: int, nbytes: int) -> "Lent":
+        """The slot behind ``fd``, which is then this object's."""
+        try:
+            return cls(fd, memoryview(mmap.mmap(fd, nbytes, prot=mmap.PROT_READ)))
+        except BaseException:
+            os.close(fd)
+            raise
+
+    @property
+    def path(self) -> str:
+        """A path at which this process can read it as a file."""
+        return f"/proc/self/fd/{self.fd}"
+
+    def close(self) -> None:
+        """Let go of it."""
+        self.view.release()
+        os.close(self.fd)
