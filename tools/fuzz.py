@@ -208,7 +208,8 @@ def _seeds(root: Path) -> list[Seed]:
                 config, plain, max_shard_size=8000 if family == "llama" else 10**9
             )
         layout = "tp=2,dp_shard=2" + (",ep=2" if "experts" in sizes else "")
-        api.convert(str(plain), str(ours), to="sharded", layout=layout, workers=1)
+        codec = "zstd" if family in ("qwen3", "mixtral") else "none"
+        api.convert(str(plain), str(ours), to="sharded", layout=layout, workers=1, codec=codec)
         api.convert(str(ours), str(theirs), to="huggingface", max_shard_size=6000, workers=1)
         made += [plain, ours, theirs]
     run = root / "run"

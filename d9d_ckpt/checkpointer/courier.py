@@ -10,13 +10,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from d9d_ckpt.checkpointer.base import Held
+from d9d_ckpt.checkpointer.inside import Inside
 from d9d_ckpt.checkpointer.link import Link
 from d9d_ckpt.checkpointer.load import TIED
 from d9d_ckpt.checkpointer.messages import Abort, Commit, Describe, Prepare, Prune, Write, Wrote
 from d9d_ckpt.checkpointer.sender import columns_of
 from d9d_ckpt.checkpointer.share import Holding, SavePlan, plan_save
 from d9d_ckpt.checkpointer.snapshot import Snapshot
-from d9d_ckpt.checkpointer.staging import Staging
+from d9d_ckpt.checkpointer.staging import Live, Staging
+from d9d_ckpt.checkpointer.unpadded import check_matched
 from d9d_ckpt.checkpointer.values import merge
 from d9d_ckpt.codecs.checksum import to_hex
 from d9d_ckpt.codecs.zstd import Zstd
@@ -71,6 +73,13 @@ class Terms:
     small: Mapping[str, bytes] = field(default_factory=dict)
 
 
+class Slot(NamedTuple):
+    """A slot and the number by which it is lent."""
+
+    number: int
+    staging: Staging
+
+
 @dataclass(frozen=True)
 class Job:
     """One save.
@@ -82,9 +91,9 @@ class Job:
         holding: The same without the bytes.
         values: JSON of the state.
         tied: Names that stand for another tensor.
+        unmatched: Globs of ``unpadded`` that match nothing here.
         snapshot: Where the bytes are in the slot.
-        slot: Number of the slot.
-        staging: The slot.
+        slot: Where the snapshot is, or the live tensors in place of one.
         future: What waits for the outcome.
     """
 
@@ -94,10 +103,17 @@ class Job:
     holding: Holding
     values: Mapping[str, Any]
     tied: Mapping[str, str]
+    unmatched: frozenset[str]
     snapshot: Snapshot
-    slot: int
-    staging: Staging
+    slot: Slot | Live
     future: "Future[None]"
+
+
+class Refused(NamedTuple):
+    """A save that this rank cannot take part in, which the others must hear of."""
+
+    step: int
+    error: BaseException
 
 
 class _Ready(NamedTuple):
@@ -107,6 +123,7 @@ class _Ready(NamedTuple):
     mark: str
     values: Mapping[str, Any]
     tied: Mapping[str, str]
+    unmatched: frozenset[str]
 
 
 class _Verdict(NamedTuple):
@@ -124,6 +141,15 @@ class _Agreed(NamedTuple):
     values: Mapping[str, Any]
 
 
+@dataclass
+class _Line:
+    """A writer, what it was told to save last, and the bytes of the slots that it knows."""
+
+    link: Link | Inside
+    described: SavePlan | None = None
+    lent: dict[int, int] = field(default_factory=dict)
+
+
 class Courier(threading.Thread):
     """Carries jobs one after the other; every rank has one and all carry the same steps."""
 
@@ -132,17 +158,16 @@ class Courier(threading.Thread):
     ) -> None:
         super().__init__(name="d9d-ckpt courier", daemon=True)
         self._terms, self._open_ranks, self._released = terms, ranks, released
-        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[Job | Refused | None] = queue.SimpleQueue()
         self._saves = 0
         self._ranks = ranks(0)
         self._marks: list[str] = []
         self._plan: SavePlan | None = None
-        self._link: Link | None = None
-        self._described: SavePlan | None = None
+        self._lines: dict[bool, _Line] = {}
+        self._link: Link | Inside | None = None
         self._mine: list[int] = []
-        self._lent: dict[int, int] = {}
 
-    def send(self, job: Job) -> None:
+    def send(self, job: Job | Refused) -> None:
         """Carry ``job`` after those before it."""
         self._jobs.put(job)
 
@@ -153,27 +178,54 @@ class Courier(threading.Thread):
     def run(self) -> None:
         try:
             while (job := self._next()) is not None:
-                try:
-                    job.snapshot.wait()
-                    self._carry(job)
-                except BaseException as error:  # noqa: BLE001 - handed to whoever waits
-                    self._released(job.slot)
-                    job.future.set_exception(_ours(error))
+                if isinstance(job, Refused):
+                    self._refuse(job)
                 else:
-                    self._released(job.slot)
-                    job.future.set_result(None)
+                    self._settle(job)
                 self._saves += 1
                 self._ranks = self._open_ranks(self._saves)
         finally:
-            if self._link is not None:
-                self._link.close()
+            for line in self._lines.values():
+                line.link.close()
 
-    def _next(self) -> Job | None:
+    def _next(self) -> Job | Refused | None:
         while True:
             try:
                 return self._jobs.get(timeout=_IDLE)
             except queue.Empty:
-                self._ranks.alive()
+                self._beat()
+
+    def _beat(self) -> None:
+        try:
+            self._ranks.alive()
+        except Exception as error:  # noqa: BLE001 - the next save meets it again, and tells
+            _LOG.debug("the store of the ranks does not answer: %s", error)
+
+    def _refuse(self, job: Refused) -> None:
+        """Let the others know; here it has been raised already."""
+        told = _ours(job.error, f"rank {self._ranks.rank} takes no part in step {job.step}")
+        try:
+            self._ranks.gather(told)
+        except Exception as error:  # noqa: BLE001 - the answer is what was told
+            _LOG.debug("step %d: %s", job.step, error)
+
+    def _settle(self, job: Job) -> None:
+        try:
+            job.snapshot.wait()
+            self._carry(job)
+        except BaseException as error:  # noqa: BLE001 - handed to whoever waits
+            self._release(job)
+            job.future.set_exception(_ours(error, self._place(job.step)))
+        else:
+            self._release(job)
+            job.future.set_result(None)
+
+    def _release(self, job: Job) -> None:
+        if isinstance(job.slot, Slot):
+            self._released(job.slot.number)
+
+    def _place(self, step: int) -> str:
+        return join(self._terms.url, f"step-{step:08d}")
 
     def _carry(self, job: Job) -> None:
         ranks = self._ranks
@@ -197,7 +249,9 @@ class Courier(threading.Thread):
     def _agreed(self, job: Job) -> _Agreed:
         """The plan, which is made anew only when the structure of some rank has changed."""
         ranks = self._ranks
-        heard = ranks.gather(_Ready(job.step, job.holding.mark, job.values, job.tied))
+        heard = ranks.gather(
+            _Ready(job.step, job.holding.mark, job.values, job.tied, job.unmatched)
+        )
         said: _Verdict | CkptError | None = None
         values: Mapping[str, Any] = {}
         if ranks.rank == 0:
@@ -218,18 +272,15 @@ class Courier(threading.Thread):
         if len(steps) > 1:
             each = ", ".join(f"rank {r}: {said.step}" for r, said in enumerate(heard[:8]))
             raise RequestError(f"ranks save different steps ({each}); all must save the same")
+        check_matched(said.unmatched for said in heard)
         marks = [said.mark for said in heard]
         return _Verdict(new_save_id(), replan=marks != self._marks or self._plan is None)
 
-    def _ready(self, job: Job, plan: SavePlan) -> Link:
-        """A writer process that knows the plan and the slot."""
-        link = self._link
-        if link is None or not link.alive:
-            if link is not None:
-                link.close()
-            link = self._link = Link.start()
-            self._described, self._lent = None, {}
-        if self._described is not plan:
+    def _ready(self, job: Job, plan: SavePlan) -> Link | Inside:
+        """A writer that knows the plan and the slot; in this process where live tensors are written."""
+        line = self._line(inside=isinstance(job.slot, Live))
+        link = self._link = line.link
+        if line.described is not plan:
             # Only rank 0 commits: the others need not know what 511 more of them write.
             mine = plan.of(self._ranks.rank)
             targets = (
@@ -237,11 +288,21 @@ class Courier(threading.Thread):
             )
             columns = columns_of(targets) if self._terms.codec is not None else None
             link.ask(Describe(targets, plan.specs, columns), beat=self._ranks.alive)
-            self._described, self._mine = plan, mine
-        if job.staging.nbytes and self._lent.get(job.slot) != job.staging.nbytes:
-            link.lend(job.slot, job.staging)
-            self._lent[job.slot] = job.staging.nbytes
+            line.described, self._mine = plan, mine
+        if isinstance(link, Link) and isinstance(job.slot, Slot):
+            number, staging = job.slot
+            if staging.nbytes and line.lent.get(number) != staging.nbytes:
+                link.lend(number, staging)
+                line.lent[number] = staging.nbytes
         return link
+
+    def _line(self, *, inside: bool) -> _Line:
+        line = self._lines.get(inside)
+        if line is None or not line.link.alive:
+            if line is not None:
+                line.link.close()
+            line = self._lines[inside] = _Line(Inside() if inside else Link.start())
+        return line
 
     def _asked(self, job: Job, save_id: str, values: Mapping[str, Any]) -> Prepare:
         """What the writer processes get ready for; that of rank 0 claims the place."""
@@ -259,7 +320,7 @@ class Courier(threading.Thread):
             provenance={"saved_by": "trainer", "world": ranks.world},
         )
         return Prepare(
-            url=join(terms.url, f"step-{job.step:08d}"),
+            url=self._place(job.step),
             manifest=manifest,
             coordinator=ranks.rank == 0,
             options=terms.options,
@@ -273,8 +334,9 @@ class Courier(threading.Thread):
         try:
             if self._terms.check_finite:
                 _check_finite(job)
-            link = self._ready(job, plan)
-            if ranks.rank:
+            link = self._link
+            if ranks.rank or link is None:
+                link = self._ready(job, plan)
                 link.ask(asked, beat=ranks.alive)
             sources = {
                 (number if ranks.rank == 0 else place): _source(plan.targets[number], job)
@@ -282,9 +344,10 @@ class Courier(threading.Thread):
             }
             compared = plan.compared(ranks.rank) if self._terms.compare_replicas else []
             hashed = [(offsets[r.name], job.tensors[r.name].local.nbytes) for r in compared]
-            wrote = link.ask(Write(job.slot, sources, hashed), beat=ranks.alive)
-        except CkptError as error:
-            return type(error)(f"rank {ranks.rank}: {error}")
+            slot = job.slot if isinstance(job.slot, Live) else job.slot.number
+            wrote = link.ask(Write(slot, sources, hashed), beat=ranks.alive)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the others wait for a word
+            return _ours(error, f"rank {ranks.rank}")
         if ranks.rank == 0:
             return wrote
         return replace(
@@ -308,9 +371,7 @@ class Courier(threading.Thread):
     def _abort(self) -> None:
         link = self._link
         if link is not None and link.alive:
-            error = _failure(
-                lambda: link.ask(Abort(), beat=self._ranks.alive, timeout=_LONGEST_ABORT)
-            )
+            error = _failure(lambda: link.ask(Abort(), timeout=_LONGEST_ABORT))
             if error is not None:
                 _LOG.warning("what was written of a failed save is left behind: %s", error)
 
@@ -337,11 +398,13 @@ def _failure(step: Callable[[], object]) -> CkptError | None:
     return None
 
 
-def _ours(error: BaseException) -> BaseException:
-    """Errors of the store through which ranks meet, and of ours, as CkptError."""
-    if isinstance(error, CkptError):
-        return error
-    return StorageError(f"the save failed: {type(error).__name__}: {error}")
+def _ours(error: BaseException, where: str) -> CkptError:
+    """An error with where it came up; those of the store through which ranks meet as one of ours."""
+    ours = isinstance(error, CkptError)
+    told = f"{where}: {error}" if ours else f"{where}: {type(error).__name__}: {error}"
+    out = type(error)(told) if isinstance(error, CkptError) else StorageError(told)
+    out.__cause__ = error
+    return out
 
 
 def _joined(heard: Sequence[_Ready]) -> dict[str, Any]:
@@ -389,10 +452,12 @@ def _check_finite(job: Job) -> None:
         local = job.tensors[name].local
         if not local.dtype.is_floating_point or local.dtype.itemsize == 1:
             continue
-        staged = torch.frombuffer(job.staging.view, dtype=torch.uint8)[
-            offset : offset + local.nbytes
-        ]
-        bad = int((~torch.isfinite(staged.view(local.dtype))).sum())
+        if isinstance(job.slot, Slot):
+            staged = torch.from_numpy(job.slot.staging.view)[offset : offset + local.nbytes]
+            saved = staged.view(local.dtype)
+        else:
+            saved = local
+        bad = int((~torch.isfinite(saved)).sum())
         if bad:
             raise CorruptError(
                 f"tensor {name!r}: {bad} of {local.numel()} elements here are NaN or infinite at step "

@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any, TypeVar
@@ -11,8 +11,8 @@ import torch
 
 from d9d_ckpt.checkpointer.base import Held, Saved
 from d9d_ckpt.checkpointer.state import Intake, take_in
-from d9d_ckpt.checkpointer.unpadded import clear_padding, cut
-from d9d_ckpt.errors import CkptError, MappingError, RequestError
+from d9d_ckpt.checkpointer.unpadded import check_matched, clear_padding, cut, unmatched
+from d9d_ckpt.errors import CkptError, MappingError, RequestError, StorageError
 from d9d_ckpt.formats.base import Extent, Opened
 from d9d_ckpt.formats.opening import open_checkpoint
 from d9d_ckpt.graph import ops
@@ -42,6 +42,8 @@ _MOST_NAMES = 100
 _MEMORY = 256 << 20
 _THREADS = 2
 _IN_FLIGHT = 16
+_BEAT = 1.0
+"""Seconds of reading between signs of life."""
 
 
 @dataclass(frozen=True)
@@ -169,17 +171,17 @@ def load(
         SourceError: The checkpoint is damaged; what has been filled so far stays.
     """
     saved = origin.saved
-    ignored = _everywhere(ranks, lambda: _covered(saved.specs, lenient.ignore, "ignore"))
+    ignored = everywhere(ranks, lambda: _covered(saved.specs, lenient.ignore, "ignore"))
     left = {name: spec for name, spec in saved.specs.items() if name not in ignored}
-    intake = _everywhere(ranks, lambda: take_in(state, replace(saved, specs=left)))
-    missing, unexpected = _over_ranks(intake, ranks)
+    intake = everywhere(ranks, lambda: take_in(state, replace(saved, specs=left)))
+    missing, unexpected = _over_ranks(intake, unpadded, ranks)
 
     def checked() -> tuple[str, ...]:
         _check_names(missing, unexpected, lenient)
         return _check_specs(cut(intake.tensors, unpadded), origin, lenient)
 
-    cast = _everywhere(ranks, checked)
-    read = _everywhere(ranks, lambda: _filled(intake, origin, unpadded))
+    cast = everywhere(ranks, checked)
+    read = everywhere(ranks, lambda: _filled(intake, origin, unpadded, ranks))
     return LoadReport(
         loaded=tuple(intake.tensors),
         missing=missing,
@@ -192,36 +194,52 @@ def load(
     )
 
 
-def _everywhere(ranks: Ranks, step: Callable[[], T]) -> T:
+def everywhere(ranks: Ranks, step: Callable[[], T]) -> T:
     """The result of ``step`` here, once it has come to one on every rank."""
     try:
         value = step()
-    except CkptError as error:
-        ranks.gather(type(error)(f"rank {ranks.rank}: {error}") if ranks.world > 1 else error)
+    except Exception as error:
+        ranks.gather(_told(error, ranks))
         raise
     ranks.gather(None)
     return value
 
 
-def _over_ranks(intake: Intake, ranks: Ranks) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def _told(error: Exception, ranks: Ranks) -> Exception:
+    """What the others hear of an error; alone, it is the error itself."""
+    if ranks.world == 1:
+        return error
+    if isinstance(error, CkptError):
+        return type(error)(f"rank {ranks.rank}: {error}")
+    return StorageError(f"rank {ranks.rank}: {type(error).__name__}: {error}")
+
+
+def _over_ranks(
+    intake: Intake, unpadded: Mapping[str, int], ranks: Ranks
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Names that some rank misses, and tensors of the checkpoint that no rank has a place for."""
-    heard = ranks.gather((intake.missing, intake.unexpected))
-    found: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
+    globs = unmatched((*intake.tensors, *intake.missing), unpadded)
+    heard = ranks.gather((intake.missing, intake.unexpected, globs))
+    found: tuple[tuple[str, ...], tuple[str, ...]] | CkptError = ((), ())
     if heard:
-        missing = dict.fromkeys(name for names, _ in heard for name in names)
-        nowhere = set(heard[0][1]).intersection(*(names for _, names in heard[1:]))
+        missing = dict.fromkeys(name for names, _, _ in heard for name in names)
+        nowhere = set(heard[0][1]).intersection(*(names for _, names, _ in heard[1:]))
         found = tuple(missing), tuple(name for name in heard[0][1] if name in nowhere)
+        try:
+            check_matched(globs for _, _, globs in heard)
+        except CkptError as error:
+            found = error
     told: tuple[tuple[str, ...], tuple[str, ...]] = ranks.broadcast(found)
     return told
 
 
-def _filled(intake: Intake, origin: Origin, unpadded: Mapping[str, int]) -> int:
+def _filled(intake: Intake, origin: Origin, unpadded: Mapping[str, int], ranks: Ranks) -> int:
     wanted = cut(intake.tensors, unpadded)
     nodes = {
         name: ops.cast(origin.nodes[_owner(origin, name)], held.spec.dtype)
         for name, held in wanted.items()
     }
-    read = fill(wanted, nodes, origin.opened.url, origin.options)
+    read = fill(wanted, nodes, origin.opened.url, origin.options, ranks.alive)
     for name, held in wanted.items():
         if held.spec != intake.tensors[name].spec:
             clear_padding(intake.tensors[name], held)
@@ -229,8 +247,14 @@ def _filled(intake: Intake, origin: Origin, unpadded: Mapping[str, int]) -> int:
     return read
 
 
-def fill(tensors: Mapping[str, Held], nodes: Mapping[str, Node], url: str, options: Options) -> int:
-    """Read every local part; the bytes that were read."""
+def fill(
+    tensors: Mapping[str, Held],
+    nodes: Mapping[str, Node],
+    url: str,
+    options: Options,
+    beat: Callable[[], object],
+) -> int:
+    """Read every local part, and call ``beat`` every second of it; the bytes that were read."""
     wanted = [held for held in tensors.values() if held.box is not None and held.box.numel]
     requests = [
         Request(held.name, nodes[held.name], (held.box,), (0,)) for held in wanted if held.box
@@ -256,8 +280,12 @@ def fill(tensors: Mapping[str, Held], nodes: Mapping[str, Node], url: str, optio
 
     queues = split_queue([unit.nbytes for unit in work], threads)
     with ThreadPoolExecutor(threads) as pool:
-        for done in [pool.submit(go, queue) for queue in queues if queue]:
-            done.result()
+        left = {pool.submit(go, queue) for queue in queues if queue}
+        while left:
+            done, left = wait(left, _BEAT, FIRST_COMPLETED)
+            beat()
+            for future in done:
+                future.result()
     writer.finish()
     return sum(counts)
 
@@ -355,6 +383,11 @@ def _check_specs(tensors: Mapping[str, Held], origin: Origin, lenient: Leniency)
                 raise MappingError(
                     f"tensor {name!r}: {found.dtype.name} in the checkpoint, {held.spec.dtype.name} in "
                     "the state; give cast=True to convert it"
+                )
+            if not (found.dtype.floating and held.spec.dtype.floating):
+                raise MappingError(
+                    f"tensor {name!r}: {found.dtype.name} in the checkpoint, {held.spec.dtype.name} in "
+                    "the state; only floats are cast"
                 )
             cast.append(name)
     return tuple(cast)

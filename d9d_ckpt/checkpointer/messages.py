@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import Any, Generic, TypeVar
 
+from d9d_ckpt.checkpointer.staging import Live
 from d9d_ckpt.codecs.zstd import Zstd
 from d9d_ckpt.errors import CkptError
 from d9d_ckpt.formats.base import Digests, Extents
@@ -124,13 +125,13 @@ class Write(Message[Wrote]):
     """Write targets from a slot; they are durable when this is answered.
 
     Attributes:
-        slot: The slot.
+        slot: Number of the slot; the live tensors themselves for a writer in this process.
         sources: The first byte in the slot of every target of this rank, by number.
         hashed: (first byte, bytes) of stretches of the slot whose hash is wanted.
         threads: Files written at once; on object stores `sender.IN_FLIGHT` parts are sent at once.
     """
 
-    slot: int
+    slot: int | Live
     sources: Mapping[int, int]
     hashed: Sequence[tuple[int, int]] = ()
     threads: int = 2

@@ -1,6 +1,8 @@
 """`Checkpointer`: saves beside the training and resumes on any topology."""
 
 import atexit
+import itertools
+import json
 import logging
 import os
 import queue
@@ -15,20 +17,22 @@ import torch
 import torch.distributed as dist
 
 from d9d_ckpt.checkpointer.base import Flat
-from d9d_ckpt.checkpointer.courier import Courier, Job, Terms
-from d9d_ckpt.checkpointer.load import Leniency, LoadReport, find, load
+from d9d_ckpt.checkpointer.courier import Courier, Job, Refused, Slot, Terms
+from d9d_ckpt.checkpointer.export import export
+from d9d_ckpt.checkpointer.load import Leniency, LoadReport, everywhere, find, load
 from d9d_ckpt.checkpointer.share import holding
-from d9d_ckpt.checkpointer.snapshot import Snapshot, Snapshots
-from d9d_ckpt.checkpointer.staging import Staging
+from d9d_ckpt.checkpointer.snapshot import Snapshot, Snapshots, in_place
+from d9d_ckpt.checkpointer.staging import Live, Staging
 from d9d_ckpt.checkpointer.state import flatten
-from d9d_ckpt.checkpointer.unpadded import cut
+from d9d_ckpt.checkpointer.unpadded import cut, unmatched
 from d9d_ckpt.codecs.zstd import parse_codec
 from d9d_ckpt.errors import CkptError, UsageError
 from d9d_ckpt.layout.topology import Topology
 from d9d_ckpt.run.ranks import LaunchedRanks, OneRank, Ranks
 from d9d_ckpt.run.retention import Policy
-from d9d_ckpt.storage.opening import normalise
-from d9d_ckpt.storage.store import Options
+from d9d_ckpt.storage.opening import normalise, store_for
+from d9d_ckpt.storage.store import Options, is_local
+from d9d_ckpt.tensors import parse_bytes
 
 _LOG = logging.getLogger(__name__)
 
@@ -36,6 +40,10 @@ _PrefixStore: Any = dist.distributed_c10d.PrefixStore
 
 _SLOTS = 2
 """Snapshots at once: one is written while the next is taken."""
+
+
+_NUMBERS = itertools.count()
+"""Every rank makes the same checkpointers in the same order: what one has said no other hears."""
 
 
 class Handle:
@@ -48,15 +56,20 @@ class Handle:
     def __init__(self, step: int, snapshot: Snapshot, future: "Future[None]") -> None:
         self.step = step
         self._snapshot, self._future = snapshot, future
+        self._heard = False
 
     def wait(self, timeout: float | None = None) -> None:
         """Return when the checkpoint is durable and committed.
 
         Raises:
-            CkptError: What went wrong, on whichever rank.
+            CkptError: What went wrong, on whichever rank; `Checkpointer.poll` does not repeat it.
             TimeoutError: It is not over after ``timeout`` seconds.
         """
-        self._future.result(timeout)
+        try:
+            self._future.result(timeout)
+        except CkptError:
+            self._heard = True
+            raise
 
     def settle(self) -> None:
         """Return when it is over, well or badly."""
@@ -70,6 +83,12 @@ class Handle:
     def done(self) -> bool:
         """Whether it is over, well or badly."""
         return self._future.done()
+
+    @property
+    def unheard(self) -> CkptError | None:
+        """What went wrong with a save that is over, unless `wait` has raised it."""
+        error = self._future.exception()
+        return error if isinstance(error, CkptError) and not self._heard else None
 
 
 class Checkpointer:
@@ -147,8 +166,9 @@ class Checkpointer:
         self._courier: Courier | None = None
         self._pending: list[Handle] = []
         self._guards: list[Any] = []
-        self._signalled = False
-        self._loads = 0
+        self._signalled = self._closed = False
+        self._loads = self._exports = 0
+        self._number = next(_NUMBERS)
 
     def save(
         self,
@@ -169,33 +189,25 @@ class Checkpointer:
         Raises:
             CkptError: The state cannot be saved, or an earlier save has failed.
         """
-        self.poll()
-        flat = self._flat(state)
-        slot = self._taken_slot()
+        if self._closed:
+            raise UsageError("save() after close(); make another Checkpointer")
+        courier = self._running()
         try:
-            snapshot = self._snapshots.take(flat.tensors, self._staging[slot])
-        except BaseException:
-            self._free.put(slot)
+            self.poll()
+            job = self._job(step, state, overwrite=overwrite, blocking=blocking)
+        except BaseException as error:
+            # The other ranks may have sent theirs, and wait for this one.
+            courier.send(Refused(step, error))
             raise
-        self._guard(snapshot)
-        future: Future[None] = Future()
-        job = Job(
-            step=step,
-            overwrite=overwrite,
-            tensors=flat.tensors,
-            holding=holding(flat.tensors),
-            values=flat.values,
-            tied=flat.tied,
-            snapshot=snapshot,
-            slot=slot,
-            staging=self._staging[slot],
-            future=future,
-        )
-        self._running().send(job)
-        handle = Handle(step, snapshot, future)
+        courier.send(job)
+        handle = Handle(step, job.snapshot, job.future)
         self._pending.append(handle)
         if blocking:
-            handle.wait()
+            try:
+                self.wait()
+            finally:
+                # The tensors may be written from where they are: they are not the caller's before.
+                handle.settle()
         return handle
 
     def load(
@@ -222,16 +234,55 @@ class Checkpointer:
             SourceError: There is no such checkpoint, or it is damaged.
             MappingError: Checkpoint and state do not fit together.
         """
-        self.wait()
         if isinstance(step, str) and step != "latest":
             raise UsageError(f"step={step!r}: must be a number or 'latest'")
         place = self._terms.url if url is None else normalise(url)
         self._loads += 1
         ranks = self._ranks(f"load/{self._loads}")
+        everywhere(ranks, self.wait)
         wanted = None if isinstance(step, str) else step
         origin = find(place, wanted, self._terms.options, ranks)
         lenient = Leniency(allow_missing, ignore, cast)
         return load(state, origin, lenient, self._unpadded, ranks)
+
+    def export_hf(
+        self,
+        url: str | os.PathLike[str],
+        state: Mapping[str, Any],
+        *,
+        experts: str | None = None,
+        max_shard_size: str | int = "5GB",
+    ) -> None:
+        """Write the model of a live state as a Hugging Face directory; no rank gathers it.
+
+        The weights go to ``<url>.d9d-export`` first, sharded as they are; then every rank writes its share
+        of the files, and that is removed. Needs ``family`` and ``config``; ``files`` go along.
+
+        Args:
+            url: The directory; empty or absent.
+            state: As given to `save`; only what is under ``model`` is exported.
+            experts: ``split`` or ``fused``; None for the family's layout on the hub.
+            max_shard_size: Bytes of a file.
+
+        Raises:
+            CkptError: What stopped it, on every rank; nothing is left then.
+        """
+        place, scratch = normalise(url), f"{normalise(url)}.d9d-export"
+        terms = self._terms
+        size = parse_bytes(max_shard_size) if isinstance(max_shard_size, str) else max_shard_size
+        small = {"config.json": json.dumps(terms.config, indent=2).encode() + b"\n", **terms.small}
+        self._exports += 1
+        ranks = self._ranks(f"export/{self._exports}")
+        try:
+            with self._beside(scratch) as saver:
+                saver.save(0, {"model": state["model"]}, blocking=True, overwrite=True)
+            origin = find(scratch, 0, terms.options, ranks)
+            export(origin, place, ranks, small, experts=experts, size=size)
+        finally:
+            if ranks.rank == 0:
+                store = store_for(scratch, terms.options)
+                store.delete(scratch)
+                store.close()
 
     def poll(self) -> None:
         """Raise what has gone wrong in the background since the last look.
@@ -241,17 +292,11 @@ class Checkpointer:
         """
         over = [handle for handle in self._pending if handle.done]
         self._pending = [handle for handle in self._pending if not handle.done]
-        failures = []
-        for handle in over:
-            try:
-                handle.wait()
-            except CkptError as error:
-                failures.append((handle.step, error))
-        for step, failure in failures:
-            if self._on_error == "warn":
-                _LOG.warning("the save of step %d has failed: %s", step, failure)
+        failures = [handle.unheard for handle in over if handle.unheard is not None]
         if failures and self._on_error == "raise":
-            raise failures[0][1]
+            raise failures[0]
+        for failure in failures:
+            _LOG.warning("a save has failed: %s", failure)
 
     def wait(self) -> None:
         """Return when every save so far is committed.
@@ -276,8 +321,8 @@ class Checkpointer:
         store = self._store()
         if store is None:
             return self._signalled
-        if self._signalled and not store.check(["stop"]):
-            store.set("stop", str(step + 2))
+        if self._signalled:
+            store.compare_set("stop", "", str(step + 2))
         return bool(store.check(["stop"])) and step >= int(store.get("stop"))
 
     def close(self) -> None:
@@ -287,6 +332,7 @@ class Checkpointer:
             CkptError: A save has failed that nobody has heard of yet.
         """
         courier, self._courier = self._courier, None
+        self._closed = True
         if courier is not None:
             courier.end()
             courier.join()
@@ -312,6 +358,50 @@ class Checkpointer:
             if error is None:
                 raise
             _LOG.warning("a save has failed as well: %s", failed)
+
+    def _job(self, step: int, state: Mapping[str, Any], *, overwrite: bool, blocking: bool) -> Job:
+        """A snapshot of ``state``, with all that is said of it."""
+        flat = self._flat(state)
+        live = in_place(flat.tensors) if blocking and is_local(self._terms.url) else None
+        snapshot, slot = live or self._copied(flat)
+        return Job(
+            step=step,
+            overwrite=overwrite,
+            tensors=flat.tensors,
+            holding=holding(flat.tensors),
+            values=flat.values,
+            tied=flat.tied,
+            unmatched=unmatched(flat.tensors, self._unpadded),
+            snapshot=snapshot,
+            slot=slot,
+            future=Future(),
+        )
+
+    def _copied(self, flat: Flat) -> tuple[Snapshot, Slot | Live]:
+        """A copy of all tensors in a slot of its own."""
+        number = self._taken_slot()
+        slot = Slot(number, self._staging[number])
+        try:
+            snapshot = self._snapshots.take(flat.tensors, slot.staging)
+            self._guard(snapshot)
+        except BaseException:
+            self._free.put(number)
+            raise
+        return snapshot, slot
+
+    def _beside(self, url: str) -> "Checkpointer":
+        """One for another place, with nothing that belongs to the run."""
+        terms = self._terms
+        return Checkpointer(
+            url,
+            compare_replicas=terms.compare_replicas,
+            unpadded=self._unpadded,
+            layout=terms.layout,
+            family=terms.family,
+            config=terms.config,
+            silence=self._silence,
+            storage_options=terms.options,
+        )
 
     def _flat(self, state: Mapping[str, Any]) -> Flat:
         flat = flatten(state)
@@ -358,7 +448,7 @@ class Checkpointer:
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return None
         base = dist.distributed_c10d._get_default_store()  # noqa: SLF001 - torch has no public name
-        return _PrefixStore(f"d9d-ckpt/{self._terms.url}", base)
+        return _PrefixStore(f"d9d-ckpt/{self._number}/{self._terms.url}", base)
 
     def _note_signal(self, *_: object) -> None:
         self._signalled = True

@@ -9,7 +9,7 @@ from functools import partial
 
 import numpy as np
 
-from d9d_ckpt.checkpointer.staging import Lent
+from d9d_ckpt.checkpointer.staging import Lent, Live
 from d9d_ckpt.codecs.checksum import block_digests, digest
 from d9d_ckpt.codecs.zstd import Zstd
 from d9d_ckpt.errors import MissingError, StorageError
@@ -57,7 +57,7 @@ class Sending:
     destination: Directory | Bucket
     options: Options
     codec: Zstd | None
-    slot: Lent
+    slot: Lent | Live
     sources: Mapping[int, int]
     threads: int
     check: Callable[[], None]
@@ -67,10 +67,20 @@ class Sending:
         """Numbers of the files that are written."""
         return sorted({self.arrangement.places[target][0] for target in self.sources})
 
+    @property
+    def path(self) -> str:
+        """The slot as a file, which uploads read.
+
+        Raises:
+            StorageError: There is no slot.
+        """
+        if isinstance(self.slot, Live):
+            raise StorageError(f"{self.destination.url}: objects are written from slots alone")
+        return self.slot.path
+
     def source(self, target: int) -> memoryview:
         """The bytes of a target."""
-        at = self.sources[target]
-        return self.slot.view[at : at + self.targets[target].nbytes]
+        return self.slot.read(self.sources[target], self.targets[target].nbytes)
 
 
 @dataclass(frozen=True)
@@ -203,7 +213,7 @@ def _upload(s: Sending, bucket: Bucket) -> Sent:
         files=s.files,
         limit=limits(IN_FLIGHT * 4 * PART, IN_FLIGHT, part=PART),
         threads=IN_FLIGHT,
-        source=s.slot.path,
+        source=s.path,
         destination=bucket.url,
         options=s.options,
         check=partial(claim.check, bucket.store, bucket.url, s.sink.save_id),
@@ -229,13 +239,15 @@ def _plan(s: Sending) -> Plan:
         move = Movement((Digit(t.box.numel, item, item),), t.spec.dtype, ())
         number = movements.setdefault(move, len(movements))
         rows.append((target, len(sources), 0, 0, number, -1))
-        sources.append(Chunk(t.box, s.slot.path, offset, t.nbytes))
+        sources.append(Chunk(t.box, s.path, offset, t.nbytes))
     return Plan(
         s.targets, sources, list(movements), np.array(rows, np.int64).reshape(-1, SCALE + 1)
     )
 
 
-def hashes(slot: Lent, stretches: Sequence[tuple[int, int]], threads: int) -> tuple[int, ...]:
+def hashes(
+    slot: Lent | Live, stretches: Sequence[tuple[int, int]], threads: int
+) -> tuple[int, ...]:
     """xxh3 of each (first byte, bytes) of a slot."""
     with ThreadPoolExecutor(max(1, threads)) as pool:
-        return tuple(pool.map(lambda s: digest(slot.view[s[0] : s[0] + s[1]]), stretches))
+        return tuple(pool.map(lambda s: digest(slot.read(*s)), stretches))

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from d9d_ckpt.checkpointer.base import Held
-from d9d_ckpt.checkpointer.staging import Staging
+from d9d_ckpt.checkpointer.staging import Live, Staging
 
 _cuda: Any = torch.cuda
 """Untyped in part."""
@@ -48,6 +48,31 @@ def offsets_of(tensors: Iterable[Held]) -> tuple[dict[str, int], int]:
             out[held.name] = at
             at += -(-held.local.nbytes // _ALIGN) * _ALIGN
     return out, at
+
+
+def in_place(tensors: Mapping[str, Held]) -> tuple[Snapshot, Live] | None:
+    """The local tensors themselves, for a save that is over before they change.
+
+    None where one of them is on a GPU or its bytes do not lie together.
+    """
+    offsets, _ = offsets_of(tensors.values())
+    locals_ = [tensors[name].local for name in offsets]
+    if not all(_is_plain(local) for local in locals_):
+        return None
+    # An empty tensor has the address of what follows it.
+    filled = {name: at for name, at in offsets.items() if tensors[name].local.numel()}
+    views = [_bytes(tensors[name].local) for name in filled]
+    return Snapshot(offsets), Live(list(filled.values()), views)
+
+
+def _is_plain(local: torch.Tensor) -> bool:
+    is_marked = local.is_conj() or local.is_neg()
+    return local.device.type == "cpu" and local.is_contiguous() and not is_marked
+
+
+def _bytes(local: torch.Tensor) -> memoryview:
+    raw: Any = local.view(-1).view(torch.uint8).numpy()
+    return memoryview(raw)
 
 
 class Snapshots:

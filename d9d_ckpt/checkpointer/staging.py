@@ -1,7 +1,9 @@
-"""Memory that a trainer and its writer process share: one slot holds what one save was given."""
+"""What one save was given: a slot, memory that a trainer and its writer process share, or live tensors."""
 
 import mmap
 import os
+from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -74,6 +76,10 @@ class Lent:
             os.close(fd)
             raise
 
+    def read(self, at: int, nbytes: int) -> memoryview:
+        """``nbytes`` from byte ``at`` on."""
+        return self.view[at : at + nbytes]
+
     @property
     def path(self) -> str:
         """A path at which this process can read it as a file."""
@@ -83,3 +89,24 @@ class Lent:
         """Let go of it."""
         self.view.release()
         os.close(self.fd)
+
+
+@dataclass(frozen=True)
+class Live:
+    """Tensors where they are, under the addresses that they would have in a slot.
+
+    Attributes:
+        offsets: First byte of each tensor, ascending.
+        views: Their bytes.
+    """
+
+    offsets: Sequence[int]
+    views: Sequence[memoryview]
+
+    def read(self, at: int, nbytes: int) -> memoryview:
+        """``nbytes`` of one tensor from byte ``at`` on."""
+        if not nbytes:
+            return memoryview(b"")
+        number = bisect_right(self.offsets, at) - 1
+        low = at - self.offsets[number]
+        return self.views[number][low : low + nbytes]

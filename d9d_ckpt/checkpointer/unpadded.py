@@ -1,6 +1,6 @@
 """Rows that only pad a live tensor: never stored, zero again after a load."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 
 import torch
@@ -14,12 +14,25 @@ def cut(tensors: Mapping[str, Held], rows: Mapping[str, int]) -> dict[str, Held]
     """``tensors`` with those that ``rows`` names, by glob, cut to so many rows.
 
     Raises:
-        RequestError: A glob matches no tensor, or one that has fewer rows.
+        RequestError: A tensor has fewer rows.
     """
-    for glob in rows:
-        if not any(fnmatchcase(name, glob) for name in tensors):
-            raise RequestError(f"unpadded={glob!r} matches no tensor; drop it, or correct it")
     return {name: _cut(held, rows_of(name, rows)) for name, held in tensors.items()}
+
+
+def unmatched(tensors: Iterable[str], rows: Mapping[str, int]) -> frozenset[str]:
+    """Globs that match no tensor here; another stage of a pipeline may have it."""
+    names = list(tensors)
+    return frozenset(g for g in rows if not any(fnmatchcase(name, g) for name in names))
+
+
+def check_matched(heard: Iterable[frozenset[str]]) -> None:
+    """What was `unmatched` on every rank is a mistake.
+
+    Raises:
+        RequestError: A glob matches no tensor on any of them.
+    """
+    for glob in sorted(frozenset.intersection(*heard)):
+        raise RequestError(f"unpadded={glob!r} matches no tensor; drop it, or correct it")
 
 
 def rows_of(name: str, rows: Mapping[str, int]) -> int | None:

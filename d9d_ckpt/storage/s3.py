@@ -138,8 +138,18 @@ class S3Store:
     def upload(self, url: str) -> Upload:
         """Begin an object; parts that a killed process has left of it are dropped."""
         self._drop_uploads(url)
-        answer = self._run("begin", url, lambda c: c.create_multipart_upload(**_address(url)))
-        return S3Upload(self, url, answer["UploadId"])
+        tries = 0
+
+        def begin(client: Any) -> Any:
+            nonlocal tries
+            tries += 1
+            return client.create_multipart_upload(**_address(url))
+
+        upload_id = self._run("begin", url, begin)["UploadId"]
+        if tries > 1:
+            # An earlier try may have begun one and its answer been lost.
+            self._drop_uploads(url, but=upload_id)
+        return S3Upload(self, url, upload_id)
 
     def _listed(self, url: str) -> tuple[dict[str, int], list[str]]:
         """Objects directly under ``url`` with their sizes, and the names of what is deeper."""
@@ -165,11 +175,11 @@ class S3Store:
                 return
             wanted["ContinuationToken"] = page["NextContinuationToken"]
 
-    def _drop_uploads(self, url: str) -> None:
+    def _drop_uploads(self, url: str, but: str = "") -> None:
         """Abort the uploads of ``url``, and of what lies under it, that nobody has completed."""
         address = _address(url)
         for key, upload_id in self._unfinished(url):
-            if _is_within(key, address["Key"]):
+            if upload_id != but and _is_within(key, address["Key"]):
                 S3Upload(self, f"s3://{address['Bucket']}/{key}", upload_id).abort()
 
     def _unfinished(self, url: str) -> list[tuple[str, str]]:

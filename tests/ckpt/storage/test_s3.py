@@ -274,6 +274,16 @@ def test_an_answer_that_is_lost(stub, store, op):
     everything(store, f"{stub.seen.url}/d")
 
 
+def test_d14_an_upload_whose_begin_was_answered_to_nobody_does_not_stay(stub, store):
+    stub.fail("create", "lost")
+    upload = store.upload(f"{stub.seen.url}/a")
+    assert stub.count("create") == 2
+    assert len(stub.seen.uploads()) == 1
+    upload.put(1, 0, memoryview(b"x" * 10))
+    upload.complete()
+    assert stub.seen.uploads() == []
+
+
 def test_an_answer_to_complete_that_is_lost(stub, store):
     stub.fail("complete", "lost")
     everything(store, f"{stub.seen.url}/d")
