@@ -1,6 +1,6 @@
 """A destination without renames: objects exist when they are complete, a checkpoint by its record."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -52,7 +52,7 @@ class Bucket:
         before = read_claim(self.store, join(self.url, CLAIM))
         claim.take(self.store, self.url, save_id, self.work, again=self.again)
         if before is not None and before.save_id not in ("", save_id):
-            self._drop_notes(arrangement, before.save_id)
+            self._each(self.store.delete, self._notes(arrangement, before.save_id))
 
     def commit(self, sink: Sink, content: Content) -> None:
         """Small files, then the record, once the claim is still ours.
@@ -80,7 +80,12 @@ class Bucket:
         new = names_of(sink, content)
         for name in [n for n in self.old.names if n not in new]:
             self.store.delete(join(self.url, name))
-        self._drop_notes(content.arrangement, sink.save_id)
+        # A request may have reached the server twice, and late.
+        names = [file.name for file in content.arrangement.files]
+        private = all(name.startswith(f"{sink.save_id}/") for name in names)
+        self._each(self.store.drop_uploads, [sink.save_id] if private else names)
+        left = set(filter(is_temporary, self.store.names(self.url)))
+        self._each(self.store.delete, left | self._notes(content.arrangement, sink.save_id))
         self.store.delete(join(self.url, CLAIM))
 
     def abort(self, arrangement: Arrangement, save_id: str) -> None:
@@ -90,13 +95,16 @@ class Bucket:
         names = [file.name for file in arrangement.files if mine or save_id in file.name]
         for name in [*names, save_id]:
             self.store.delete(join(self.url, name))
-        self._drop_notes(arrangement, save_id)
+        self._each(self.store.delete, self._notes(arrangement, save_id))
         if mine:
             self.store.delete(join(self.url, CLAIM))
 
-    def _drop_notes(self, arrangement: Arrangement, save_id: str) -> None:
-        """Remove the notes of a save; a listing may not show yet what has just been put."""
+    def _notes(self, arrangement: Arrangement, save_id: str) -> set[str]:
+        """The notes of a save; a listing may not show yet what has just been put."""
         notes = {note_name(save_id, number) for number in range(len(arrangement.files))}
-        notes.update(n for n in self.store.names(self.url) if is_temporary(n) and save_id in n)
+        listed = self.store.names(self.url)
+        return notes.union(name for name in listed if is_temporary(name) and save_id in name)
+
+    def _each(self, act: Callable[[str], None], names: Collection[str]) -> None:
         with ThreadPoolExecutor(_AT_ONCE) as pool:
-            list(pool.map(self.store.delete, [join(self.url, name) for name in sorted(notes)]))
+            list(pool.map(act, [join(self.url, name) for name in sorted(names)]))

@@ -121,7 +121,7 @@ class S3Store:
                 if _is_within(entry["Key"], key):
                     one = {"Bucket": _address(url)["Bucket"], "Key": entry["Key"]}
                     self._run("delete", url, partial(_delete, one))
-        self._drop_uploads(url)
+        self.drop_uploads(url)
 
     def remove_empty(self, url: str) -> None:
         """Nothing: a directory is no more than the names of its objects."""
@@ -137,7 +137,7 @@ class S3Store:
 
     def upload(self, url: str) -> Upload:
         """Begin an object; parts that a killed process has left of it are dropped."""
-        self._drop_uploads(url)
+        self.drop_uploads(url)
         tries = 0
 
         def begin(client: Any) -> Any:
@@ -148,7 +148,7 @@ class S3Store:
         upload_id = self._run("begin", url, begin)["UploadId"]
         if tries > 1:
             # An earlier try may have begun one and its answer been lost.
-            self._drop_uploads(url, but=upload_id)
+            self.drop_uploads(url, but=upload_id)
         return S3Upload(self, url, upload_id)
 
     def _listed(self, url: str) -> tuple[dict[str, int], list[str]]:
@@ -175,7 +175,7 @@ class S3Store:
                 return
             wanted["ContinuationToken"] = page["NextContinuationToken"]
 
-    def _drop_uploads(self, url: str, but: str = "") -> None:
+    def drop_uploads(self, url: str, but: str = "") -> None:
         """Abort the uploads of ``url``, and of what lies under it, that nobody has completed."""
         address = _address(url)
         for key, upload_id in self._unfinished(url):

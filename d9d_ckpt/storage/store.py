@@ -119,6 +119,10 @@ class ObjectStore(Store, Protocol):
         """Begin an object."""
         ...
 
+    def drop_uploads(self, url: str) -> None:
+        """Abort whatever uploads of ``url``, or of what lies under it, nobody has completed."""
+        ...
+
 
 Options = Mapping[str, Any]
 

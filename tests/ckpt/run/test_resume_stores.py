@@ -109,7 +109,8 @@ def test_u03_another_request_is_refused_with_what_changed(moto, fresh, source):
     ):
         result = cli("convert", source, url, *options("sharded"), *change, "--resume")
         refused(result, 4, words)
-    assert names(moto) == before
+    # More may have come to be in the server after the kill, nothing may be gone.
+    assert before <= names(moto)
 
 
 @pytest.mark.parametrize("form", FORMS)
