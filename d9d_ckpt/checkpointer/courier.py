@@ -27,7 +27,7 @@ from d9d_ckpt.formats.base import Extent
 from d9d_ckpt.formats.sharded import Manifest
 from d9d_ckpt.layout.topology import Topology
 from d9d_ckpt.run.execute import new_save_id
-from d9d_ckpt.run.ranks import Ranks
+from d9d_ckpt.run.ranks import OneRank, Ranks
 from d9d_ckpt.run.retention import Policy
 from d9d_ckpt.storage.store import Options, join
 from d9d_ckpt.tensors import BLOCK, Target
@@ -160,7 +160,8 @@ class Courier(threading.Thread):
         self._terms, self._open_ranks, self._released = terms, ranks, released
         self._jobs: queue.SimpleQueue[Job | Refused | None] = queue.SimpleQueue()
         self._saves = 0
-        self._ranks = ranks(0)
+        self._ranks: Ranks = ranks(0)
+        self._before: Ranks = OneRank()
         self._marks: list[str] = []
         self._plan: SavePlan | None = None
         self._lines: dict[bool, _Line] = {}
@@ -183,7 +184,7 @@ class Courier(threading.Thread):
                 else:
                     self._settle(job)
                 self._saves += 1
-                self._ranks = self._open_ranks(self._saves)
+                self._before, self._ranks = self._ranks, self._open_ranks(self._saves)
         finally:
             for line in self._lines.values():
                 line.link.close()
@@ -252,6 +253,8 @@ class Courier(threading.Thread):
         heard = ranks.gather(
             _Ready(job.step, job.holding.mark, job.values, job.tied, job.unmatched)
         )
+        # All have come here, so that all have read what was said of the save before.
+        self._before.clear()
         said: _Verdict | CkptError | None = None
         values: Mapping[str, Any] = {}
         if ranks.rank == 0:
@@ -337,7 +340,7 @@ class Courier(threading.Thread):
             link = self._link
             if ranks.rank or link is None:
                 link = self._ready(job, plan)
-                link.ask(asked, beat=ranks.alive)
+                link.ask(asked, beat=ranks.heed)
             sources = {
                 (number if ranks.rank == 0 else place): _source(plan.targets[number], job)
                 for place, number in enumerate(self._mine)
@@ -345,7 +348,7 @@ class Courier(threading.Thread):
             compared = plan.compared(ranks.rank) if self._terms.compare_replicas else []
             hashed = [(offsets[r.name], job.tensors[r.name].local.nbytes) for r in compared]
             slot = job.slot if isinstance(job.slot, Live) else job.slot.number
-            wrote = link.ask(Write(slot, sources, hashed), beat=ranks.alive)
+            wrote = link.ask(Write(slot, sources, hashed), beat=ranks.heed)
         except Exception as error:  # noqa: BLE001 - whatever it is, the others wait for a word
             return _ours(error, f"rank {ranks.rank}")
         if ranks.rank == 0:
@@ -399,12 +402,14 @@ def _failure(step: Callable[[], object]) -> CkptError | None:
 
 
 def _ours(error: BaseException, where: str) -> CkptError:
-    """An error with where it came up; those of the store through which ranks meet as one of ours."""
-    ours = isinstance(error, CkptError)
-    told = f"{where}: {error}" if ours else f"{where}: {type(error).__name__}: {error}"
-    out = type(error)(told) if isinstance(error, CkptError) else StorageError(told)
-    out.__cause__ = error
-    return out
+    """An error with where it came up; those of the store through which ranks meet as one of ours.
+
+    It is no cause of the new one: the frames of its traceback would keep the snapshot in memory.
+    """
+    if isinstance(error, CkptError):
+        return type(error)(f"{where}: {error}")
+    _LOG.debug("%s", where, exc_info=error)
+    return StorageError(f"{where}: {type(error).__name__}: {error}")
 
 
 def _joined(heard: Sequence[_Ready]) -> dict[str, Any]:

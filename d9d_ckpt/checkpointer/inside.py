@@ -20,7 +20,7 @@ def _nothing() -> None:
 
 
 class Inside:
-    """Asked as `Link` is; 2 GB are written in two thirds of the time, without a copy of them."""
+    """Asked as `Link` is; what is written needs no copy, nor the memory of one."""
 
     def __init__(self) -> None:
         self._clerk = Clerk()

@@ -10,8 +10,9 @@ from typing import Any, TypeVar
 import torch
 
 from d9d_ckpt.checkpointer.base import Held, Saved
+from d9d_ckpt.checkpointer.once import Sharing
 from d9d_ckpt.checkpointer.state import Intake, take_in
-from d9d_ckpt.checkpointer.unpadded import check_matched, clear_padding, cut, unmatched
+from d9d_ckpt.checkpointer.unpadded import clear_padding, cut
 from d9d_ckpt.errors import CkptError, MappingError, RequestError, StorageError
 from d9d_ckpt.formats.base import Extent, Opened
 from d9d_ckpt.formats.opening import open_checkpoint
@@ -160,10 +161,12 @@ def load(
     lenient: Leniency,
     unpadded: Mapping[str, int],
     ranks: Ranks,
+    sharing: Sharing | None = None,
 ) -> LoadReport:
     """Fill ``state`` from a checkpoint; rows that ``unpadded`` cuts off become zeros.
 
-    Every rank calls it, and what fails on one is raised on all.
+    Every rank calls it, and what fails on one is raised on all. With ``sharing``, what several ranks hold
+    is read by one of them.
 
     Raises:
         MappingError: Tensors are missing, unexpected, or of another shape or dtype; nothing has been
@@ -174,14 +177,19 @@ def load(
     ignored = everywhere(ranks, lambda: _covered(saved.specs, lenient.ignore, "ignore"))
     left = {name: spec for name, spec in saved.specs.items() if name not in ignored}
     intake = everywhere(ranks, lambda: take_in(state, replace(saved, specs=left)))
-    missing, unexpected = _over_ranks(intake, unpadded, ranks)
+    missing, unexpected = _over_ranks(intake, ranks)
 
     def checked() -> tuple[str, ...]:
         _check_names(missing, unexpected, lenient)
         return _check_specs(cut(intake.tensors, unpadded), origin, lenient)
 
     cast = everywhere(ranks, checked)
-    read = everywhere(ranks, lambda: _filled(intake, origin, unpadded, ranks))
+    wanted = cut(intake.tensors, unpadded)
+    mine = wanted if sharing is None else everywhere(ranks, lambda: sharing.agree(wanted, ranks))
+    read = everywhere(ranks, lambda: _filled(mine, origin, ranks))
+    if sharing is not None:
+        sharing.spread(wanted)
+    everywhere(ranks, lambda: _finished(intake, wanted))
     return LoadReport(
         loaded=tuple(intake.tensors),
         missing=missing,
@@ -214,37 +222,32 @@ def _told(error: Exception, ranks: Ranks) -> Exception:
     return StorageError(f"rank {ranks.rank}: {type(error).__name__}: {error}")
 
 
-def _over_ranks(
-    intake: Intake, unpadded: Mapping[str, int], ranks: Ranks
-) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def _over_ranks(intake: Intake, ranks: Ranks) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Names that some rank misses, and tensors of the checkpoint that no rank has a place for."""
-    globs = unmatched((*intake.tensors, *intake.missing), unpadded)
-    heard = ranks.gather((intake.missing, intake.unexpected, globs))
-    found: tuple[tuple[str, ...], tuple[str, ...]] | CkptError = ((), ())
+    heard = ranks.gather((intake.missing, intake.unexpected))
+    found: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
     if heard:
-        missing = dict.fromkeys(name for names, _, _ in heard for name in names)
-        nowhere = set(heard[0][1]).intersection(*(names for _, names, _ in heard[1:]))
+        missing = dict.fromkeys(name for names, _ in heard for name in names)
+        nowhere = set(heard[0][1]).intersection(*(names for _, names in heard[1:]))
         found = tuple(missing), tuple(name for name in heard[0][1] if name in nowhere)
-        try:
-            check_matched(globs for _, _, globs in heard)
-        except CkptError as error:
-            found = error
     told: tuple[tuple[str, ...], tuple[str, ...]] = ranks.broadcast(found)
     return told
 
 
-def _filled(intake: Intake, origin: Origin, unpadded: Mapping[str, int], ranks: Ranks) -> int:
-    wanted = cut(intake.tensors, unpadded)
+def _filled(wanted: Mapping[str, Held], origin: Origin, ranks: Ranks) -> int:
     nodes = {
         name: ops.cast(origin.nodes[_owner(origin, name)], held.spec.dtype)
         for name, held in wanted.items()
     }
-    read = fill(wanted, nodes, origin.opened.url, origin.options, ranks.alive)
+    return fill(wanted, nodes, origin.opened.url, origin.options, ranks.alive)
+
+
+def _finished(intake: Intake, wanted: Mapping[str, Held]) -> None:
+    """Once every tensor is filled: padding cleared, and all that is no tensor put back."""
     for name, held in wanted.items():
         if held.spec != intake.tensors[name].spec:
             clear_padding(intake.tensors[name], held)
     intake.finish()
-    return read
 
 
 def fill(

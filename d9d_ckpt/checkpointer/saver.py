@@ -20,6 +20,7 @@ from d9d_ckpt.checkpointer.base import Flat
 from d9d_ckpt.checkpointer.courier import Courier, Job, Refused, Slot, Terms
 from d9d_ckpt.checkpointer.export import export
 from d9d_ckpt.checkpointer.load import Leniency, LoadReport, everywhere, find, load
+from d9d_ckpt.checkpointer.once import Sharing
 from d9d_ckpt.checkpointer.share import holding
 from d9d_ckpt.checkpointer.snapshot import Snapshot, Snapshots, in_place
 from d9d_ckpt.checkpointer.staging import Live, Staging
@@ -158,7 +159,7 @@ class Checkpointer:
         )
         self._on_error, self._silence = on_error, silence
         self._optimizers, self._unpadded = optimizers, unpadded or {}
-        self._snapshots = Snapshots()
+        self._snapshots, self._sharing = Snapshots(), Sharing()
         self._staging = [Staging() for _ in range(_SLOTS)]
         self._free: queue.SimpleQueue[int] = queue.SimpleQueue()
         for slot in range(_SLOTS):
@@ -219,6 +220,7 @@ class Checkpointer:
         allow_missing: Sequence[str] = (),
         ignore: Sequence[str] = (),
         cast: bool = False,
+        read: str = "each",
     ) -> LoadReport:
         """Fill ``state`` in place, each rank its own regions.
 
@@ -229,11 +231,15 @@ class Checkpointer:
             allow_missing: Globs of live tensors that the checkpoint may lack.
             ignore: Globs of tensors of the checkpoint that the state may lack.
             cast: Let floats change their dtype.
+            read: ``each`` rank reads all it holds, or what several hold is read ``once`` and sent to the
+                others through the default process group's backend.
 
         Raises:
             SourceError: There is no such checkpoint, or it is damaged.
             MappingError: Checkpoint and state do not fit together.
         """
+        if read not in ("each", "once"):
+            raise UsageError(f"read={read!r}: must be each or once")
         if isinstance(step, str) and step != "latest":
             raise UsageError(f"step={step!r}: must be a number or 'latest'")
         place = self._terms.url if url is None else normalise(url)
@@ -243,7 +249,8 @@ class Checkpointer:
         wanted = None if isinstance(step, str) else step
         origin = find(place, wanted, self._terms.options, ranks)
         lenient = Leniency(allow_missing, ignore, cast)
-        return load(state, origin, lenient, self._unpadded, ranks)
+        sharing = self._sharing if read == "once" and ranks.world > 1 else None
+        return load(state, origin, lenient, self._unpadded, ranks, sharing)
 
     def export_hf(
         self,

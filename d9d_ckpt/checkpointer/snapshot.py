@@ -85,6 +85,7 @@ class Snapshots:
     def take(self, tensors: Mapping[str, Held], slot: Staging) -> Snapshot:
         """Copy every local tensor into ``slot``, which grows as needed and keeps its size."""
         offsets, total = offsets_of(tensors.values())
+        total = max(total, 1)  # A state of values alone has a slot as well.
         devices = {tensors[name].local.device for name in offsets} - {torch.device("cpu")}
         if total > slot.nbytes:
             self._unpin(slot)

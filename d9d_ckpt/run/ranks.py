@@ -33,6 +33,14 @@ class Ranks(Protocol):
         """Tell the others that this rank is still at work."""
         ...
 
+    def heed(self) -> None:
+        """The same, and raise what has failed on another rank that has come to the next `gather`."""
+        ...
+
+    def clear(self) -> None:
+        """Drop what was said, once every rank is known to be past it."""
+        ...
+
 
 class OneRank:
     """A run of one process and its local workers."""
@@ -50,6 +58,12 @@ class OneRank:
 
     def alive(self) -> None:
         """Nobody waits."""
+
+    def heed(self) -> None:
+        """Nobody else fails."""
+
+    def clear(self) -> None:
+        """Nothing was written down."""
 
 
 class LaunchedRanks:
@@ -79,6 +93,9 @@ class LaunchedRanks:
     def gather(self, value: Any) -> list[Any]:
         self._round += 1
         prefix = f"d9d/{self._round}"
+        if isinstance(value, CkptError):
+            # Others may be at work for long, and rank 0 wait for one of them.
+            self._store.set(f"{prefix}/failed", pickle.dumps(value))
         self._store.set(f"{prefix}/{self.rank}", pickle.dumps(value))
         if self.rank:
             outcome = self._wait(f"{prefix}/outcome", 0)
@@ -89,13 +106,22 @@ class LaunchedRanks:
         failure = value if isinstance(value, CkptError) else None
         for rank in range(1, self.world):
             if failure is None:
-                values.append(self._wait(f"{prefix}/{rank}", rank))
+                values.append(self._heard(prefix, rank))
                 failure = values[-1] if isinstance(values[-1], CkptError) else None
         self._store.set(f"{prefix}/outcome", pickle.dumps(failure))
+        said = [*(f"{prefix}/{rank}" for rank in range(self.world)), f"{prefix}/outcome"]
         if failure is not None:
+            self._read += [*said, f"{prefix}/failed"]
             raise failure
-        self._forget([*(f"{prefix}/{rank}" for rank in range(self.world)), f"{prefix}/outcome"])
+        self._forget(said)
         return values
+
+    def _heard(self, prefix: str, rank: int) -> Any:
+        """The value of a rank, the failure of any, or that this one is lost: the others hear it too."""
+        try:
+            return self._wait(f"{prefix}/{rank}", rank, f"{prefix}/failed")
+        except StorageError as error:
+            return error
 
     def _forget(self, keys: Sequence[str]) -> None:
         """Drop what every rank has read: all that came before a round in which all have answered."""
@@ -107,10 +133,23 @@ class LaunchedRanks:
         self._beat += 1
         self._store.set(f"d9d/beat/{self.rank}", str(self._beat))
 
-    def _wait(self, key: str, rank: int) -> Any:
-        """The value under ``key``, for as long as ``rank`` shows signs of life."""
+    def heed(self) -> None:
+        self.alive()
+        failed = f"d9d/{self._round + 1}/failed"
+        if self._store.check([failed]):
+            raise self._value(failed)
+
+    def clear(self) -> None:
+        if self.rank == 0:
+            self._forget([f"d9d/beat/{rank}" for rank in range(self.world)])
+            self._forget([])
+
+    def _wait(self, key: str, rank: int, failed: str | None = None) -> Any:
+        """The value under ``key``, for as long as ``rank`` shows signs of life; or under ``failed``."""
         beat, since = b"", time.monotonic()
         while not self._store.check([key]):
+            if failed is not None and self._store.check([failed]):
+                return self._value(failed)
             now = (
                 self._store.get(f"d9d/beat/{rank}")
                 if self._store.check([f"d9d/beat/{rank}"])
@@ -124,6 +163,9 @@ class LaunchedRanks:
                 )
             self.alive()
             time.sleep(_POLL)
+        return self._value(key)
+
+    def _value(self, key: str) -> Any:
         # Written by our own ranks in this run, never read from storage.
         return pickle.loads(self._store.get(key))  # noqa: S301
 

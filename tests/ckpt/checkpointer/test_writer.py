@@ -396,7 +396,12 @@ def test_writers_of_a_killed_trainer_undo_and_end(one, tmp_path, stage, old):
 def odd(*lines):
     """A link to a writer that behaves as ``lines`` make it."""
     ours, theirs = socket.socketpair()
-    code = ["import time", "from d9d_ckpt.checkpointer import writer", *lines, "writer.main()"]
+    code = [
+        "import time",
+        "from d9d_ckpt.checkpointer import clerk, writer",
+        *lines,
+        "writer.main()",
+    ]
     with theirs:
         number = theirs.fileno()
         argv = [sys.executable, "-c", "\n".join(code), str(number)]
@@ -408,7 +413,7 @@ def odd(*lines):
 def test_a_writer_that_hangs_undoes_and_ends_all_the_same(tmp_path):
     with Ranks() as ranks:
         ranks[0].link.close()
-        ranks[0].link = odd("writer.send = lambda _: time.sleep(60)")
+        ranks[0].link = odd("clerk.send = lambda _: time.sleep(60)")
         ranks.stage(state())
         ranks.prepare(tmp_path / "a")
         with pytest.raises(Enough):
@@ -423,9 +428,9 @@ def test_a_commit_that_has_begun_is_carried_through(tmp_path):
     with Ranks() as ranks:
         ranks[0].link.close()
         ranks[0].link = odd(
-            "commit = writer.Directory.commit",
+            "commit = clerk.Directory.commit",
             "def slow(*args): time.sleep(1.5), commit(*args), time.sleep(0.5)",
-            "writer.Directory.commit = slow",
+            "clerk.Directory.commit = slow",
         )
         ranks.stage(state())
         ranks.prepare(tmp_path / "a")
