@@ -3,7 +3,8 @@
     python tools/bench_ckpt.py --size 4GiB --json figures.json
     python tools/bench_ckpt.py --size 256MiB --rounds 2 --only convert --peers copy,cp
 
-Every figure is the whole process: start-up, imports, planning, checksums. The sides of a section
+Every figure is the whole process: start-up, imports, planning, checksums; for the saves and loads of
+live state it is the call in a process that goes on. The sides of a section
 take turns, forwards in one round and backwards in the next, so that drift meets them alike; what
 they wrote is deleted between runs, outside the timed part. Peers:
 
@@ -13,7 +14,9 @@ they wrote is deleted between runs, outside the timed part. Peers:
 - d9d: d9d 0.24, one process and two ranks under torchrun; it needs --peer-python
 
 The section checksums has one peer, our own command with a hash that costs nothing: a conversion,
-which hashes what it writes, and a reshard, which also hashes what it reads.
+which hashes what it writes, and a reshard, which also hashes what it reads. The sections live-save and
+live-load are `Checkpointer` in one process and in two gloo ranks; their sides take turns inside those
+processes, and the first save, which finds no memory to write to again, is told by itself.
 
 The directory defaults to memory (/dev/shm): that takes the disk out, and needs room for three
 times the checkpoint.
@@ -43,7 +46,7 @@ WORKERS = 2
 SOURCE_LAYOUT = "dp_shard=2,ep=2"
 TARGET_LAYOUT = "tp=2,pp=2"
 LOAD_RANK, LOAD_RANKS = 1, 4
-SECTIONS = ("convert", "reshard", "load", "checksums")
+SECTIONS = ("convert", "reshard", "load", "checksums", "live-save", "live-load")
 CHECKSUMS = "checksums"
 PEERS = ("copy", "cp", "dcp", "d9d")
 PEAK_COPIES = 3.05
@@ -136,6 +139,11 @@ def main() -> None:
 
 def run_sections(bench: Bench, args: argparse.Namespace) -> Iterator[Result]:
     """Makes each source when it is first needed, deletes it when it no longer is."""
+    for name in ("live-save", "live-load"):
+        if name in args.only:
+            yield from (live_result(bench, args, name, ranks) for ranks in (1, WORKERS))
+    if not args.only & {"convert", "reshard", "load", "checksums"}:
+        return
     make_source(bench, args)
     if "convert" in args.only:
         yield run_section(bench, convert_section(bench))
@@ -298,6 +306,27 @@ def cost(result: Result) -> str:
     }
     shown = [f"{name} {ratio - 1:+.1%}" for name, ratio in parts.items() if ratio is not None]
     return f"{result.section.name} cost: {', '.join(shown)}"
+
+
+def live_result(bench: Bench, args: argparse.Namespace, name: str, ranks: int) -> Result:
+    """Runs of one child in which the sides take turns."""
+    mode = name.removeprefix("live-")
+    directory = bench.root / "live"
+    argv = bench.helper("live_peer.py", mode, directory, "--size", args.size)
+    report = bench.run((*argv, "--ranks", str(ranks), "--rounds", str(bench.rounds))).report
+    shutil.rmtree(directory, ignore_errors=True)
+    sides = tuple(Side(side, "dcp" if side == "dcp" else "ours", argv) for side in report["runs"])
+    result = Result(Section(f"{name}, {ranks} ranks", report["bytes"], sides))
+    for side, runs in report["runs"].items():
+        result.runs[side] = [live_run(run) for run in runs]
+        note(f"{result.section.name}: {side} first {report['first'][side]['wall_s']:.2f} s")
+    return result
+
+
+def live_run(found: Mapping[str, float]) -> Run:
+    """A call as if it were a command; what the machine did beside it cannot be told apart."""
+    read = {"bytes_read": found["bytes_read"]}
+    return Run(found["wall_s"], found["cpu_s"], found["others_cpu_s"], int(found["peak_rss"]), read)
 
 
 def copies(bench: Bench, src: Path, out: Path) -> Iterator[Side]:

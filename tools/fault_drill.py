@@ -34,7 +34,7 @@ from random import Random
 
 import torch
 
-from drill import children, dcp, objects, scenes, shims
+from drill import children, dcp, objects, saves, scenes, shims
 from drill.board import Board, Fault
 from drill.places import Local, Place
 from drill.scenes import Result, Scene, Trees, Violation
@@ -132,7 +132,7 @@ def _scenes(place: Place, board: Board, trees: Trees) -> Iterator[Scene]:
     for name in ("raw", "sharded"):
         place.send(trees.path(name), name)
     place.send(trees.path("sharded"), scenes.NEXT_DOOR)
-    for operation in scenes.OPERATIONS:
+    for operation in (*scenes.OPERATIONS, *saves.operations(trees)):
         if operation.before == "begun" and place.disk:
             first = Scene(place, board, trees, scenes.OPERATIONS[0])
             scenes.begun(first, "begun", _BEGUN_AT)

@@ -11,6 +11,9 @@ from typing import Any, Protocol
 from d9d_ckpt.errors import CkptError, StorageError
 
 _POLL = 0.05
+_LEAST_POLL = 0.001
+"""Seconds between looks at a key: short at first, since most rounds are over at once."""
+
 _SILENCE = 600.0
 """Seconds without a sign of life of a rank after which it counts as lost."""
 
@@ -146,7 +149,7 @@ class LaunchedRanks:
 
     def _wait(self, key: str, rank: int, failed: str | None = None) -> Any:
         """The value under ``key``, for as long as ``rank`` shows signs of life; or under ``failed``."""
-        beat, since = b"", time.monotonic()
+        beat, since, pause = b"", time.monotonic(), _LEAST_POLL
         while not self._store.check([key]):
             if failed is not None and self._store.check([failed]):
                 return self._value(failed)
@@ -162,7 +165,8 @@ class LaunchedRanks:
                     f"rank {rank} has shown no sign of life for {self._silence:.0f} s"
                 )
             self.alive()
-            time.sleep(_POLL)
+            time.sleep(pause)
+            pause = min(2 * pause, _POLL)
         return self._value(key)
 
     def _value(self, key: str) -> Any:

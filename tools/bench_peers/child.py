@@ -54,7 +54,7 @@ def run_child(argv: Sequence[str], env: Mapping[str, str], timeout_s: float) -> 
         ChildError: The exit status is not 0, or the time ran out.
     """
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-        busy = _busy_s()
+        busy = busy_s()
         start = time.perf_counter()
         child = subprocess.Popen(argv, env=dict(env), stdout=out, stderr=err)  # noqa: S603
         late = threading.Event()
@@ -69,7 +69,7 @@ def run_child(argv: Sequence[str], env: Mapping[str, str], timeout_s: float) -> 
         finally:
             timer.cancel()
         wall_s = time.perf_counter() - start
-        busy = _busy_s() - busy
+        busy = busy_s() - busy
         child.returncode = os.waitstatus_to_exitcode(status)
         if late.is_set():
             raise ChildError(_failure(f"ended after {timeout_s:.0f} s", argv, err))
@@ -111,7 +111,7 @@ def _kill(pids: Iterable[int]) -> None:
             continue
 
 
-def _busy_s() -> float:
+def busy_s() -> float:
     """Processor seconds of the whole machine since it started, without idling and guests."""
     total = Path("/proc/stat").read_text().split("\n", 1)[0].split()
     user, nice, system, _, _, irq, softirq, steal = map(int, total[1:9])

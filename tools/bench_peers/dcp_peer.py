@@ -11,8 +11,8 @@ plays one tp rank of both stages: two processes for two cores, as on our side.
 import argparse
 import json
 import os
+import socket
 import sys
-import tempfile
 import time
 import traceback
 import warnings
@@ -53,22 +53,29 @@ def main() -> None:
         load(args.src, args.cut, args.rank, args.ranks)
 
 
-def fork_ranks(work: Callable[[DeviceMesh], None]) -> None:
+def fork_ranks(work: Callable[[DeviceMesh], None], ranks: int = RANKS) -> None:
     """Runs `work` in forked gloo ranks; any failure is the command's."""
-    with tempfile.TemporaryDirectory() as meeting:
-        pids = [_fork_rank(rank, f"file://{meeting}/store", work) for rank in range(RANKS)]
-        statuses = [os.waitpid(pid, 0)[1] for pid in pids]
+    # As under torchrun: a store in a file answers a look at it, ten milliseconds apart.
+    store = f"tcp://127.0.0.1:{_free_port()}"
+    pids = [_fork_rank(rank, ranks, store, work) for rank in range(ranks)]
+    statuses = [os.waitpid(pid, 0)[1] for pid in pids]
     sys.exit(int(any(statuses)))
 
 
-def _fork_rank(rank: int, store: str, work: Callable[[DeviceMesh], None]) -> int:
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _fork_rank(rank: int, ranks: int, store: str, work: Callable[[DeviceMesh], None]) -> int:
     pid = os.fork()
     if pid == 0:
         status = 1
         try:
             torch.set_num_threads(1)
-            dist.init_process_group("gloo", init_method=store, rank=rank, world_size=RANKS)
-            work(init_device_mesh("cpu", (RANKS,)))
+            dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks)
+            work(init_device_mesh("cpu", (ranks,)))
             dist.destroy_process_group()
             status = 0
         except BaseException:

@@ -63,12 +63,15 @@ class Spot:
         may: Names of the checkpoints that may be there, whole.
         must: Whether one of them has to be there, whatever happens.
         end: The one that is there in the end, or None.
+        late: Whether what is not there in the end may outlive a success that met a fault: a save
+            stands though old steps are left, and the next one removes them.
     """
 
     at: str
     may: tuple[str, ...]
     must: bool
     end: str | None
+    late: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,7 +299,8 @@ class Scene:
         if not self.board.hits:
             return None
         found = list(self._outcome(ended, fault))
-        found += self._wrong(over=ended.how == "done" or self._must_last(fault))
+        over = ended.how == "done" or self._must_last(fault)
+        found += self._wrong(over=over, faulty=True)
         found += self._rerun()
         if self._around() != around:
             found.append(("harmed", "what lies beside the destination has changed"))
@@ -320,14 +324,14 @@ class Scene:
             return [("crash", "died without a word")]
         return []
 
-    def _wrong(self, *, over: bool) -> Sequence[tuple[str, str]]:
-        """What the destination must not be; ``over`` says that the command has succeeded."""
-        ended = children.run(partial(self._look, over=over))
+    def _wrong(self, *, over: bool, faulty: bool = False) -> Sequence[tuple[str, str]]:
+        """What the destination must not be once the command has succeeded, or met a fault."""
+        ended = children.run(partial(self._look, over=over, faulty=faulty))
         if ended.how == "hung":
             return [("hang", f"looking at the destination: {ended.text}")]
         return ended.value if ended.how == "done" else [("crash", ended.text)]
 
-    def _look(self, *, over: bool) -> list[tuple[str, str]]:
+    def _look(self, *, over: bool, faulty: bool) -> list[tuple[str, str]]:
         """In a child without faults: the destination as a reader finds it."""
         out: list[tuple[str, str]] = []
         files = self.place.files(DST)
@@ -338,7 +342,8 @@ class Scene:
                 out.append(("unloadable", f"{spot.at or DST}: {state}; {sorted(files)}"))
             if spot.must and state not in spot.may:
                 out.append(("harmed", f"{spot.at or DST}: {state}; {sorted(files)}"))
-            if over and state != (spot.end or "nothing there"):
+            may_stay = faulty and spot.late and state in spot.may
+            if over and not may_stay and state != (spot.end or "nothing there"):
                 out.append(("unloadable", f"said to be done, but {spot.at or DST}: {state}"))
         if self.operation.before not in (None, "begun") and NOTES not in files:
             out.append(("harmed", f"{NOTES} is gone"))
