@@ -1,6 +1,7 @@
 """Our format: ordinary safetensors files under a save id, and the manifest that makes them exist."""
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -20,6 +21,9 @@ MANIFEST = "manifest.json"
 FORMAT = "d9d-sharded"
 VERSION = 1
 _SEAL = b',"self_xxh3":"'
+_SAVE_ID = re.compile(r"(?!\.{1,2}$)[^/\0]{1,200}")
+"""It is looked into, so it must not lead anywhere else."""
+
 _DEEPEST = 256
 """Levels of JSON: a config that may be read may also be kept here, deeper inside."""
 
@@ -179,6 +183,9 @@ def _check_kinds(value: Mapping[str, Any], path: str) -> None:
     ):
         if type(found) not in kinds:
             raise CorruptError(f"{path}: {what} cannot be {found!r:.80}")
+    save_id = value["save_id"]
+    if not _SAVE_ID.fullmatch(save_id):
+        raise CorruptError(f"{path}: save_id {save_id!r:.80} is no name of a directory")
     if any(type(v) is not str for v in metadata.values()):
         raise CorruptError(f"{path}: metadata must map strings to strings")
     if model["hf_experts"] not in ("", "split", "fused"):

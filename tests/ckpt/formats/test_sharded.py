@@ -236,6 +236,12 @@ def test_f13_a_manifest_never_leads_out_of_its_directory(dense, name):
     refused(cli("inspect", dense), 3, "manifest.json", "no file inside")
 
 
+@pytest.mark.parametrize("save_id", ["../../other", "..", ".", "", "/etc", "a/b", "x\0", "x" * 300])
+def test_f13_a_save_id_never_leads_out_of_the_directory(dense, save_id):
+    reseal(dense, save_id=save_id)
+    refused(cli("inspect", dense), 3, "manifest.json", "save_id")
+
+
 def change_chunk(path, **changes):
     tensors = manifest(path)["tensors"]
     tensors["model.norm.weight"]["chunks"][0].update(changes)
