@@ -49,11 +49,11 @@ from d9d_ckpt.plan.lower import lower
 from d9d_ckpt.plan.plan import Plan
 from d9d_ckpt.plan.requests import held_requests, stored_requests, whole_requests
 from d9d_ckpt.plan.schedule import Limits, limits
-from d9d_ckpt.run.bucket import Bucket
 from d9d_ckpt.run.checkpoint import Checkpoint, Reader
 from d9d_ckpt.run.claim import interrupted, occupied
 from d9d_ckpt.run.commit import Destination
 from d9d_ckpt.run.compare import Compared, compare, difference
+from d9d_ckpt.run.destination import destination as destination_of
 from d9d_ckpt.run.directory import Directory
 from d9d_ckpt.run.execute import Done, Work, execute, new_save_id, together
 from d9d_ckpt.run.journal import Finished, finished
@@ -64,7 +64,6 @@ from d9d_ckpt.run.upload import PART
 from d9d_ckpt.run.verify import Verified
 from d9d_ckpt.run.verify import verify as verify_opened
 from d9d_ckpt.run.workers import Progress, forking
-from d9d_ckpt.storage.local import LocalStore
 from d9d_ckpt.storage.opening import normalise, store_for
 from d9d_ckpt.storage.store import Options, is_local
 from d9d_ckpt.tensors import BLOCK, DType, dtype_from_torch, parse_bytes
@@ -488,9 +487,7 @@ def _destination(
 ) -> Destination:
     store = store_for(url, want.storage_options)
     old = superseded(store, url)
-    if isinstance(store, LocalStore):
-        return Directory(store, url, old, request, again)
-    return Bucket(store, url, old, request, again)
+    return destination_of(store, url, old, request, again=again)
 
 
 def _limit(made: Planned, want: Settings, destination: str, workers: int) -> Limits:

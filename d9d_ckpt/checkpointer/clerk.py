@@ -27,6 +27,7 @@ from d9d_ckpt.formats.sharded import MANIFEST, check_sizes, listed, read_manifes
 from d9d_ckpt.formats.sharded_sink import ShardedSink
 from d9d_ckpt.formats.steps import read_run
 from d9d_ckpt.run.bucket import Bucket
+from d9d_ckpt.run.destination import destination
 from d9d_ckpt.run.directory import Directory
 from d9d_ckpt.run.retention import prune
 from d9d_ckpt.storage.local import LocalStore
@@ -215,9 +216,7 @@ def _destination(asked: Prepare, store: LocalStore | ObjectStore) -> Directory |
     old = superseded(store, asked.url) if asked.coordinator else NOTHING
     if old.names and not asked.overwrite:
         _check_broken(store, asked.url, old)
-    if isinstance(store, LocalStore):
-        return Directory(store, asked.url, old, asked.work)
-    return Bucket(store, asked.url, old, asked.work)
+    return destination(store, asked.url, old, asked.work)
 
 
 def _check_broken(store: Store, url: str, old: Superseded) -> None:

@@ -12,9 +12,8 @@ from d9d_ckpt.plan.assign import units
 from d9d_ckpt.plan.lower import lower
 from d9d_ckpt.plan.requests import whole_requests
 from d9d_ckpt.plan.schedule import limits
-from d9d_ckpt.run.bucket import Bucket
 from d9d_ckpt.run.claim import occupied
-from d9d_ckpt.run.directory import Directory
+from d9d_ckpt.run.destination import destination
 from d9d_ckpt.run.execute import Done, Work, execute, new_save_id
 from d9d_ckpt.run.journal import Finished
 from d9d_ckpt.run.ranks import Ranks
@@ -69,9 +68,7 @@ def export(
         plan=plan,
         sink=sink,
         arrangement=sink.arrange(plan.targets),
-        destination=Directory(store, url, old)
-        if isinstance(store, LocalStore)
-        else Bucket(store, url, old),
+        destination=destination(store, url, old, {}),
         source=opened.url,
         options=origin.options,
         limit=limits(

@@ -11,9 +11,10 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TypeVar, cast
 
-from d9d_ckpt.checkpointer.messages import Answer, Lend, Message, pack, unpack
+from d9d_ckpt.checkpointer.messages import Answer, Lend, Message
 from d9d_ckpt.checkpointer.staging import Staging
 from d9d_ckpt.errors import CkptError, StorageError
+from d9d_ckpt.run.frames import pack, unpack
 
 _LOG = logging.getLogger(__name__)
 

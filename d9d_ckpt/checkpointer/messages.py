@@ -1,12 +1,7 @@
-"""What a trainer asks of its writer process, what that answers, and how both travel.
+"""What a trainer asks of its writer process, and what that answers."""
 
-A frame is its length in 8 bytes, little endian, and a pickle: both ends are processes of ours on a
-socket that nobody else has, and no frame is ever read from storage.
-"""
-
-import pickle
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import Any, Generic, TypeVar
@@ -204,24 +199,3 @@ class Answer:
 
     number: int
     value: Any | CkptError
-
-
-_LENGTH = 8
-
-
-def pack(content: object) -> bytes:
-    """A frame."""
-    data = pickle.dumps(content)
-    return len(data).to_bytes(_LENGTH, "little") + data
-
-
-def unpack(received: bytearray) -> Iterator[Any]:
-    """The contents of the whole frames at the start of ``received``, which they are taken from."""
-    while len(received) >= _LENGTH:
-        end = _LENGTH + int.from_bytes(received[:_LENGTH], "little")
-        if len(received) < end:
-            return
-        # Pickled by our own child or parent, never read from storage.
-        content = pickle.loads(received[_LENGTH:end])  # noqa: S301
-        del received[:end]
-        yield content

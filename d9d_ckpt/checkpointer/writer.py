@@ -13,9 +13,10 @@ import sys
 import threading
 
 from d9d_ckpt.checkpointer.clerk import Clerk
-from d9d_ckpt.checkpointer.messages import Abort, Answer, Lend, Message, pack, unpack
+from d9d_ckpt.checkpointer.messages import Abort, Answer, Lend, Message
 from d9d_ckpt.checkpointer.staging import Lent
 from d9d_ckpt.errors import StorageError
+from d9d_ckpt.run.frames import pack, unpack
 
 _LOG = logging.getLogger(__name__)
 

@@ -2,7 +2,6 @@
 
 import importlib
 import os
-import pickle
 import resource
 import select
 import signal
@@ -21,6 +20,7 @@ from d9d_ckpt.formats.base import Extents
 from d9d_ckpt.plan.assign import Lot
 from d9d_ckpt.plan.plan import Plan
 from d9d_ckpt.plan.schedule import Limits, tasks
+from d9d_ckpt.run.frames import pack, unpack
 from d9d_ckpt.run.journal import Journal
 from d9d_ckpt.run.stream import Appender, FileWriter, Place, Streamer
 from d9d_ckpt.storage.local import LocalStore
@@ -262,7 +262,7 @@ class _Processes:
                 child = waiting[pipe]
                 data = os.read(pipe, 1 << 20)
                 child.received += data
-                for kind, value in _messages(child.received):
+                for kind, value in unpack(child.received):
                     if kind == "progress":
                         self._progress(*value)
                     elif isinstance(value, CkptError):
@@ -286,8 +286,7 @@ class _Report:
         self._bytes = self._chunks = 0
 
     def send(self, kind: str, value: Any) -> None:
-        data = pickle.dumps((kind, value))
-        view = memoryview(len(data).to_bytes(8, "little") + data)
+        view = memoryview(pack((kind, value)))
         while view:
             view = view[os.write(self._pipe, view) :]
 
@@ -298,18 +297,6 @@ class _Report:
         if now - self._last > _REPORT:
             self.send("progress", (self._bytes, self._chunks))
             self._bytes, self._chunks, self._last = 0, 0, now
-
-
-def _messages(received: bytearray) -> Iterator[tuple[str, Any]]:
-    """The whole messages at the start of ``received``, which they are taken from."""
-    while len(received) >= 8:
-        size = int.from_bytes(received[:8], "little")
-        if len(received) < 8 + size:
-            return
-        # Pickled by our own children, never read from storage.
-        kind, value = pickle.loads(bytes(received[8 : 8 + size]))  # noqa: S301
-        del received[: 8 + size]
-        yield kind, value
 
 
 def _filled_pipe(numbers: Sequence[int]) -> int:

@@ -10,8 +10,9 @@ import pytest
 from helpers.writers import children, descriptors, running, until
 
 from d9d_ckpt.checkpointer.link import Link
-from d9d_ckpt.checkpointer.messages import Abort, Commit, Describe, pack, unpack
+from d9d_ckpt.checkpointer.messages import Abort, Commit, Describe
 from d9d_ckpt.errors import CkptError, StorageError
+from d9d_ckpt.run.frames import pack, unpack
 from d9d_ckpt.tensors import DTYPES, Region, Target, TensorSpec
 
 
