@@ -242,8 +242,19 @@ def reshard(
 
 @_walk()
 def _written(source: str, destination: str, want: Settings, watch: Watch | None) -> Report:
-    started = time.monotonic()
     ranks = open_ranks()
+    try:
+        return _together_written(source, destination, want, watch, ranks)
+    except BaseException as error:
+        # The others may be waiting for a round that this rank does not come to.
+        ranks.leave(f"{type(error).__name__}: {error}")
+        raise
+
+
+def _together_written(
+    source: str, destination: str, want: Settings, watch: Watch | None, ranks: Ranks
+) -> Report:
+    started = time.monotonic()
     made = together(ranks, lambda: _planned(source, destination, want), lambda p: p.plan.mark)
     begun = _begun(made, destination, want)
     save_id = ranks.broadcast(begun.save_id if begun else new_save_id())
@@ -326,15 +337,25 @@ def diff(
     step: int | None = None,
     storage_options: Options | None = None,
 ) -> Compared:
-    """Two checkpoints by value; of different formats, both by their family's Hugging Face names.
+    """Two checkpoints by value.
 
-    ``step`` is that of both, which must be run directories then.
+    Of different formats, both by the Hugging Face names of their family where their own differ; what
+    optimizers keep is left out then.
+
+    Args:
+        a: URL of a checkpoint, or of a run directory.
+        b: The other one.
+        rtol: How far elements may differ, relative to those of ``b``.
+        atol: How far they may differ beside that.
+        step: That of both, which must be run directories then.
+        storage_options: Passed to fsspec.
+
+    Raises:
+        RequestError: Names differ, and there is no family to translate them by.
+        SourceError: One of them is not there, incomplete or damaged.
     """
     left, right = (open(url, step=step, storage_options=storage_options) for url in (a, b))
-    nodes = [_nodes(c) for c in (left, right)]
-    if left.format != right.format:
-        sources = [_source(c, n) for c, n in zip((left, right), nodes, strict=True)]
-        nodes = list(to_names_of(sources[0], sources[1], _same(left), _same(right)))
+    nodes = _comparable(left, right)
     return compare(nodes[0], nodes[1], (left.reader, right.reader), (rtol, atol))
 
 
@@ -549,6 +570,40 @@ def _nodes(checkpoint: Checkpoint) -> dict[str, Node]:
 def _source(checkpoint: Checkpoint, nodes: Mapping[str, Node]) -> Source:
     o = checkpoint.opened
     return Source(o.format, nodes, o.config, o.family, o.experts)
+
+
+def _comparable(a: Checkpoint, b: Checkpoint) -> tuple[dict[str, Node], dict[str, Node]]:
+    """The tensors of two checkpoints, by names that mean the same on both sides."""
+    left, right = _nodes(a), _nodes(b)
+    if a.format == b.format:
+        return left, right
+    bare = _weights(a, left), _weights(b, right)
+    if bare[0].keys() == bare[1].keys():
+        return bare
+    _check_families((a, b), bare)
+    return to_names_of(_source(a, left), _source(b, right), _same(a), _same(b))
+
+
+def _weights(checkpoint: Checkpoint, nodes: Mapping[str, Node]) -> dict[str, Node]:
+    """Without what optimizers keep, which only a sharded checkpoint has."""
+    trained = checkpoint.format == "sharded"
+    return {n: node for n, node in nodes.items() if not (trained and n.startswith("optim."))}
+
+
+def _check_families(sides: Sequence[Checkpoint], nodes: Sequence[Mapping[str, Node]]) -> None:
+    """Names that differ can only be translated by a family.
+
+    Raises:
+        RequestError: A sharded checkpoint has none.
+    """
+    for side, mine, other in zip(sides, nodes, reversed(nodes), strict=True):
+        if side.format == "sharded" and side.opened.family is None:
+            alone = sorted(mine.keys() ^ other.keys())
+            raise RequestError(
+                f"{side.opened.url}: its manifest names no model family, and {len(alone)} names are on "
+                f"one side only ({', '.join(alone[:4])}); compare it with another sharded checkpoint, or "
+                "write it anew with a family"
+            )
 
 
 def _same(checkpoint: Checkpoint) -> Callable[[Node, Node], float | None]:

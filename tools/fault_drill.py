@@ -13,6 +13,8 @@ system that lacks something (shims.py). After each fault it is checked that
 - what has a record opens, verifies, and holds the expected tensors bit for bit;
 - the checkpoint that was there before is there, or the new one; source and neighbours are untouched;
 - the command ended within 30 s, with success or a CkptError;
+- of several ranks, that what ends a save on one is raised on all, at once, with rank, path and cause
+  (team.py);
 - the same command again, with --resume or --overwrite where its refusal tells so, succeeds and
   leaves the checkpoint and nothing else.
 """
@@ -27,14 +29,14 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from random import Random
 
 import torch
 
-from drill import children, dcp, objects, saves, scenes, shims
+from drill import children, dcp, objects, saves, scenes, shims, team
 from drill.board import Board, Fault
 from drill.places import Local, Place
 from drill.scenes import Result, Scene, Trees, Violation
@@ -54,6 +56,7 @@ class Wanted:
 
     Attributes:
         places: Names of places.
+        operations: Names of operations; none for all.
         peer: ``dcp`` in place of the engine, or None.
         part: Which of how many parts of all faults.
         seconds: How long at most, each job; None for all.
@@ -62,6 +65,7 @@ class Wanted:
     """
 
     places: Sequence[str] = PLACES
+    operations: Sequence[str] = ()
     peer: str | None = None
     part: tuple[int, int] = (0, 1)
     seconds: float | None = None
@@ -111,7 +115,10 @@ def prepared(wanted: Wanted) -> Iterator[list[Scene]]:
             made = children.run(partial(scenes.make_trees, root / "trees"), 120)
             if made.how != "done":
                 raise RuntimeError(f"the drill's checkpoints: {made}")
-            yield [s for place in places for s in _scenes(place, board, made.value)]
+            found = [s for place in places for s in _scenes(place, board, made.value, wanted)]
+            if not found:
+                raise ValueError(f"no operation {wanted.operations} at {wanted.places}")
+            yield found
 
 
 @contextlib.contextmanager
@@ -128,11 +135,14 @@ def _opened(name: str, root: Path, board: Board) -> Iterator[Place]:
             yield bucket
 
 
-def _scenes(place: Place, board: Board, trees: Trees) -> Iterator[Scene]:
+def _scenes(place: Place, board: Board, trees: Trees, wanted: Wanted) -> Iterator[Scene]:
     for name in ("raw", "sharded"):
         place.send(trees.path(name), name)
     place.send(trees.path("sharded"), scenes.NEXT_DOOR)
-    for operation in (*scenes.OPERATIONS, *saves.operations(trees)):
+    saving = (*saves.operations(trees), *team.operations(trees, board))
+    for operation in (*scenes.OPERATIONS, *saving):
+        if wanted.operations and operation.name not in wanted.operations:
+            continue
         if operation.before == "begun" and place.disk:
             first = Scene(place, board, trees, scenes.OPERATIONS[0])
             scenes.begun(first, "begun", _BEGUN_AT)
@@ -147,12 +157,9 @@ def run(wanted: Wanted, jobs: int) -> Report:
     """The faults of ``wanted``, shared among ``jobs`` processes."""
     started = time.monotonic()
     parts = [
-        Wanted(
-            places=wanted.places, peer=wanted.peer, seconds=wanted.seconds, seed=wanted.seed,
-            where=wanted.where, part=(wanted.part[0] + wanted.part[1] * job, wanted.part[1] * jobs),
-        )
+        replace(wanted, part=(wanted.part[0] + wanted.part[1] * job, wanted.part[1] * jobs))
         for job in range(jobs)
-    ]  # fmt: skip
+    ]
     # A job forks on its own: it must have no threads, which a pool of a spawning parent has none of.
     with multiprocessing.get_context("spawn").Pool(jobs) as pool:
         reports = pool.map(_job, parts, chunksize=1)
@@ -191,7 +198,7 @@ def _drawn(found: Sequence[Scene], wanted: Wanted) -> list[tuple[Scene, Fault]]:
     for scene in found:
         faults = scene.faults()
         Random(f"{wanted.seed} {scene.place.name} {scene.operation.name}").shuffle(faults)
-        pace = _TURNS.get(scene.place.name, 2)
+        pace = _TURNS.get(scene.place.name, 2) * scene.operation.share
         drawn += [(n / pace, scene, fault) for n, fault in enumerate(faults[number::parts])]
     drawn.sort(key=lambda item: item[0])
     return [(scene, fault) for _, scene, fault in drawn]
@@ -231,6 +238,7 @@ def main(argv: list[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--place", action="append", choices=PLACES, help="default: all")
+    parser.add_argument("--operation", action="append", metavar="NAME", help="default: all")
     parser.add_argument("--peer", choices=["dcp"], help="what is drilled in place of the engine")
     parser.add_argument("--part", default="1/1", metavar="N/M", help="the N-th of M parts")
     length = parser.add_mutually_exclusive_group()
@@ -250,6 +258,7 @@ def main(argv: list[str] | None = None) -> int:
     places = ["local"] if args.peer else args.place or PLACES
     wanted = Wanted(
         places=places,
+        operations=args.operation or (),
         peer=args.peer,
         part=(part - 1, parts),
         seconds=None if args.all else args.seconds,

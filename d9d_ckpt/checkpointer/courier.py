@@ -5,7 +5,7 @@ import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 
@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
 _LOG = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _IDLE = 1.0
 """Seconds between signs of life while there is nothing to do."""
@@ -154,9 +156,14 @@ class Courier(threading.Thread):
     """Carries jobs one after the other; every rank has one and all carry the same steps."""
 
     def __init__(
-        self, terms: Terms, ranks: Callable[[int], Ranks], released: Callable[[int], None]
+        self,
+        terms: Terms,
+        ranks: Callable[[int], Ranks],
+        released: Callable[[int], None],
+        silence: float,
     ) -> None:
         super().__init__(name="d9d-ckpt courier", daemon=True)
+        self._silence = silence
         self._terms, self._open_ranks, self._released = terms, ranks, released
         self._jobs: queue.SimpleQueue[Job | Refused | None] = queue.SimpleQueue()
         self._saves = 0
@@ -178,16 +185,23 @@ class Courier(threading.Thread):
 
     def run(self) -> None:
         try:
-            while (job := self._next()) is not None:
-                if isinstance(job, Refused):
-                    self._refuse(job)
-                else:
-                    self._settle(job)
+            while self._carries_on():
                 self._saves += 1
                 self._before, self._ranks = self._ranks, self._open_ranks(self._saves)
         finally:
             for line in self._lines.values():
                 line.link.close()
+
+    def _carries_on(self) -> bool:
+        """Carry one job, of which nothing is kept; whether there was one."""
+        job = self._next()
+        if job is None:
+            return False
+        if isinstance(job, Refused):
+            self._refuse(job)
+        else:
+            self._settle(job)
+        return True
 
     def _next(self) -> Job | Refused | None:
         while True:
@@ -235,7 +249,7 @@ class Courier(threading.Thread):
         try:
             failure = None
             if ranks.rank == 0:
-                failure = _failure(lambda: self._ready(job, plan).ask(asked, beat=ranks.alive))
+                failure = _failure(lambda: self._named(lambda: self._prepare(job, plan, asked)))
             ranks.broadcast(failure)
             wrote = ranks.gather(self._wrote(job, plan, asked))
             if ranks.rank == 0:
@@ -295,7 +309,7 @@ class Courier(threading.Thread):
         if isinstance(link, Link) and isinstance(job.slot, Slot):
             number, staging = job.slot
             if staging.nbytes and line.lent.get(number) != staging.nbytes:
-                link.lend(number, staging)
+                link.lend(number, staging, beat=self._ranks.alive)
                 line.lent[number] = staging.nbytes
         return link
 
@@ -304,7 +318,7 @@ class Courier(threading.Thread):
         if line is None or not line.link.alive:
             if line is not None:
                 line.link.close()
-            line = self._lines[inside] = _Line(Inside() if inside else Link.start())
+            line = self._lines[inside] = _Line(Inside() if inside else Link.start(self._silence))
         return line
 
     def _asked(self, job: Job, save_id: str, values: Mapping[str, Any]) -> Prepare:
@@ -359,17 +373,32 @@ class Courier(threading.Thread):
             extents={self._mine[place]: extent for place, extent in wrote.extents.items()},
         )
 
+    def _prepare(self, job: Job, plan: SavePlan, asked: Prepare) -> None:
+        self._ready(job, plan).ask(asked, beat=self._ranks.alive)
+
     def _commit(self, plan: SavePlan, wrote: Sequence[Wrote]) -> None:
-        if self._link is None:
+        link = self._link
+        if link is None:
             raise StorageError("the writer process is gone")
+        # Should this rank have been stopped, the others may have given it up.
+        self._ranks.heed()
         if self._terms.compare_replicas:
             _check_replicas(plan, wrote)
         digests = {n: found for rank in wrote for n, found in rank.digests.items()}
         extents: dict[int, Extent] = {n: e for rank in wrote for n, e in rank.extents.items()}
         asked = Commit(digests, extents, self._terms.small)
-        done = self._link.ask(asked, beat=self._ranks.alive)
+        done = self._named(lambda: link.ask(asked, beat=self._ranks.alive))
         if done.warning:
             _LOG.warning("%s", done.warning)
+
+    def _named(self, step: Callable[[], T]) -> T:
+        """What comes of a step that this rank takes for all; its failures bear the rank's name."""
+        try:
+            return step()
+        except CkptError as error:
+            if self._ranks.world == 1:
+                raise
+            raise _ours(error, f"rank {self._ranks.rank}") from None
 
     def _abort(self) -> None:
         link = self._link
@@ -407,7 +436,8 @@ def _ours(error: BaseException, where: str) -> CkptError:
     It is no cause of the new one: the frames of its traceback would keep the snapshot in memory.
     """
     if isinstance(error, CkptError):
-        return type(error)(f"{where}: {error}")
+        text = str(error)
+        return type(error)(text if text.startswith(where) else f"{where}: {text}")
     _LOG.debug("%s", where, exc_info=error)
     return StorageError(f"{where}: {type(error).__name__}: {error}")
 

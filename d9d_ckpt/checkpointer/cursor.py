@@ -44,8 +44,14 @@ class DataCursor:
         """Go on from a saved position.
 
         Raises:
-            RequestError: It is one in another dataset, or of another shuffle.
+            RequestError: It is one in another dataset, or of another shuffle, or no position.
         """
+        lacking = [key for key in self.state_dict() if key not in state]
+        if lacking:
+            raise RequestError(
+                f"data cursor: the saved position has no {', '.join(lacking)}, only "
+                f"{', '.join(state) or 'nothing'}; it is of another kind, so put it under another key"
+            )
         for key in ("length", "seed"):
             if state[key] != getattr(self, key):
                 raise RequestError(

@@ -61,7 +61,11 @@ class Inside:
             else:
                 break
         if isinstance(value, CkptError):
-            raise value
+            try:
+                raise value
+            finally:
+                # Its traceback holds this frame, which must not hold it: what it saw is freed at once.
+                del value
         return cast("A", value)
 
     def close(self) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TypeVar, cast
 
-from d9d_ckpt.checkpointer.messages import Answer, Lend, Message
+from d9d_ckpt.checkpointer.messages import Answer, Lend, Message, Working
 from d9d_ckpt.checkpointer.staging import Staging
 from d9d_ckpt.errors import CkptError, StorageError
 from d9d_ckpt.run.frames import pack, unpack
@@ -24,6 +24,9 @@ T = TypeVar("T")
 _BEAT = 0.5
 """Seconds between looks at what else there is while an answer is awaited."""
 
+_SILENCE = 300.0
+"""Seconds without a sign of life after which a process is given up."""
+
 _DYING = 5.0
 """Seconds that a process which takes no more messages gets to end by itself."""
 
@@ -35,18 +38,24 @@ def _nothing() -> None:
 class Link:
     """A running writer process; one thread at a time asks it."""
 
-    def __init__(self, process: "subprocess.Popen[bytes]", end: socket.socket) -> None:
-        self._process, self._end = process, end
-        self._number = 0
+    def __init__(
+        self, process: "subprocess.Popen[bytes]", end: socket.socket, silence: float = _SILENCE
+    ) -> None:
+        self._process, self._end, self._silence = process, end, silence
+        self._number = self._silent = 0
         self._received = bytearray()
         _LINKS.add(self)
 
     @classmethod
-    def start(cls) -> "Link":
+    def start(cls, silence: float = _SILENCE) -> "Link":
         """Start a writer process; it is up a third of a second later.
 
         It has a process group of its own: what the keyboard sends to the trainer is the trainer's
         to answer.
+
+        Args:
+            silence: Seconds without a sign of life, while it is asked something, after which it is
+                killed. It gives one twice a second however long its work takes.
         """
         ours, theirs = socket.socketpair()
         with theirs:
@@ -64,7 +73,7 @@ class Link:
                 ours.close()
                 raise StorageError(f"the writer process cannot be started: {error}") from error
         ours.settimeout(_BEAT)
-        return cls(process, ours)
+        return cls(process, ours, silence)
 
     @property
     def pid(self) -> int:
@@ -76,9 +85,9 @@ class Link:
         """Whether it can still be asked; another one must be started when it cannot."""
         return self._end.fileno() >= 0 and self._process.poll() is None
 
-    def lend(self, slot: int, staging: Staging) -> None:
+    def lend(self, slot: int, staging: Staging, beat: Callable[[], object] = _nothing) -> None:
         """Let the process read a slot under a number; needed anew once the slot has grown."""
-        self.ask(Lend(slot, staging.nbytes), fds=(staging.fd,))
+        self.ask(Lend(slot, staging.nbytes), fds=(staging.fd,), beat=beat)
 
     def ask(
         self,
@@ -98,23 +107,24 @@ class Link:
 
         Raises:
             CkptError: What the process could not do.
-            StorageError: It has died, or has not answered in time.
+            StorageError: It has died, has not answered in time, or shows no sign of life.
         """
         what = type(message).__name__.lower()
         if self._end.fileno() < 0:
             raise StorageError(f"writer process {self.pid} has ended; {what} needs a new one")
-        began = time.monotonic()
+        began, self._silent = time.monotonic(), 0
 
         def pause() -> None:
             beat()
             if self._process.poll() is not None:
                 raise self._lost(what)
             if timeout is not None and time.monotonic() - began > timeout:
-                self._process.kill()
-                self._reap()
-                raise StorageError(
-                    f"writer process {self.pid} has not answered for {timeout:g} s during {what}, "
-                    "and was killed; is it stopped, or its storage gone?"
+                raise self._given_up(f"has not answered for {timeout:g} s during {what}")
+            # Counted, not by the clock: a trainer that was stopped has heard nothing meanwhile.
+            self._silent += 1
+            if self._silent * _BEAT > self._silence:
+                raise self._given_up(
+                    f"has shown no sign of life for {self._silence:g} s during {what}"
                 )
 
         self._number += 1
@@ -122,11 +132,15 @@ class Link:
         while True:
             for answer in unpack(self._received):
                 # Of a message whose waiting was broken off, the answer comes late.
-                if answer.number == self._number:
+                if answer.number != self._number:
+                    continue
+                if not isinstance(answer.value, Working):
                     return cast("A", _value(answer))
+                pause()
             data = self._patiently(lambda: self._end.recv(1 << 20), what, pause)
             if not data:
                 raise self._lost(what)
+            self._silent = 0
             self._received += data
 
     def close(self, timeout: float = 10.0) -> None:
@@ -158,6 +172,13 @@ class Link:
                 pause()
             except OSError as error:
                 raise self._lost(what) from error
+
+    def _given_up(self, why: str) -> StorageError:
+        self._process.kill()
+        self._reap()
+        return StorageError(
+            f"writer process {self.pid} {why}, and was killed; is it stopped, or its storage gone?"
+        )
 
     def _lost(self, what: str) -> StorageError:
         self._reap()

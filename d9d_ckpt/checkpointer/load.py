@@ -1,9 +1,10 @@
 """A checkpoint read into live tensors: each rank its own regions, in place, in bounded memory."""
 
+import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, TypeVar
 
@@ -11,7 +12,7 @@ import torch
 
 from d9d_ckpt.checkpointer.base import Held, Saved
 from d9d_ckpt.checkpointer.once import Sharing
-from d9d_ckpt.checkpointer.state import Intake, take_in
+from d9d_ckpt.checkpointer.state import Intake, names_of, take_in, without
 from d9d_ckpt.checkpointer.unpadded import clear_padding, cut
 from d9d_ckpt.errors import CkptError, MappingError, RequestError, StorageError
 from d9d_ckpt.formats.base import Extent, Opened
@@ -31,6 +32,8 @@ from d9d_ckpt.run.ranks import Ranks
 from d9d_ckpt.run.stream import Streamer
 from d9d_ckpt.storage.opening import store_for
 from d9d_ckpt.storage.store import Options, is_local
+
+_LOG = logging.getLogger(__name__)
 
 TIED = "$tied"
 """Key of the manifest's values under which names that stand for another tensor are kept."""
@@ -54,7 +57,7 @@ class LoadReport:
     Attributes:
         loaded: Names that were read.
         missing: Live tensors that the checkpoint has not, as allowed.
-        unexpected: Tensors of the checkpoint that the state has no place for, as ignored.
+        unexpected: Tensors and values of the checkpoint that were ignored.
         fresh: Optimizer state that starts anew, since none was saved for it.
         cast: Tensors that were read into another dtype, as asked.
         step: Step of the checkpoint, where it has one.
@@ -78,7 +81,7 @@ class Leniency:
 
     Attributes:
         allow_missing: Globs of live tensors that the checkpoint may lack.
-        ignore: Globs of tensors of the checkpoint that the state may lack.
+        ignore: Globs of tensors, and of paths of values, of the checkpoint that are left out.
         cast: Whether floats may change their dtype.
     """
 
@@ -124,13 +127,19 @@ def find(url: str, step: int | None, options: Options, ranks: Ranks) -> Origin:
     first: Origin | CkptError | None = None
     if ranks.rank == 0:
         try:
-            first = _found(url, step, options)
+            first = patiently(lambda: _found(url, step, options), ranks)
+            for note in first.opened.notes:
+                _LOG.warning("%s: %s", url, note)
         except CkptError as error:
             first = error
     place = ranks.broadcast(first.opened.url if isinstance(first, Origin) else first)
-    if isinstance(first, Origin):
-        return first
-    return _found(str(place), None, options)
+
+    def opened() -> Origin:
+        if isinstance(first, Origin):
+            return first
+        return patiently(lambda: _found(str(place), None, options), ranks)
+
+    return everywhere(ranks, opened)
 
 
 def _found(url: str, step: int | None, options: Options) -> Origin:
@@ -174,9 +183,8 @@ def load(
         SourceError: The checkpoint is damaged; what has been filled so far stays.
     """
     saved = origin.saved
-    ignored = everywhere(ranks, lambda: _covered(saved.specs, lenient.ignore, "ignore"))
-    left = {name: spec for name, spec in saved.specs.items() if name not in ignored}
-    intake = everywhere(ranks, lambda: take_in(state, replace(saved, specs=left)))
+    ignored = everywhere(ranks, lambda: _covered(names_of(saved), lenient.ignore, "ignore"))
+    intake = everywhere(ranks, lambda: take_in(state, without(saved, ignored)))
     missing, unexpected = _over_ranks(intake, ranks)
 
     def checked() -> tuple[str, ...]:
@@ -211,6 +219,15 @@ def everywhere(ranks: Ranks, step: Callable[[], T]) -> T:
         raise
     ranks.gather(None)
     return value
+
+
+def patiently(step: Callable[[], T], ranks: Ranks) -> T:
+    """The result of ``step``, with signs of life while it takes its time."""
+    with ThreadPoolExecutor(1) as pool:
+        result = pool.submit(step)
+        while not wait([result], _BEAT).done:
+            ranks.alive()
+        return result.result()
 
 
 def _told(error: Exception, ranks: Ranks) -> Exception:

@@ -194,6 +194,11 @@ class Prune(Message[Trimmed]):
 
 
 @dataclass(frozen=True)
+class Working:
+    """In place of an answer, which is still to come: a sign of life."""
+
+
+@dataclass(frozen=True)
 class Answer:
     """What came of the message of that number."""
 

@@ -7,11 +7,13 @@ import logging
 import os
 import queue
 import signal
+import sys
 import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
@@ -19,7 +21,7 @@ import torch.distributed as dist
 from d9d_ckpt.checkpointer.base import Flat
 from d9d_ckpt.checkpointer.courier import Courier, Job, Refused, Slot, Terms
 from d9d_ckpt.checkpointer.export import export
-from d9d_ckpt.checkpointer.load import Leniency, LoadReport, everywhere, find, load
+from d9d_ckpt.checkpointer.load import Leniency, LoadReport, everywhere, find, load, patiently
 from d9d_ckpt.checkpointer.once import Sharing
 from d9d_ckpt.checkpointer.share import holding
 from d9d_ckpt.checkpointer.snapshot import Snapshot, Snapshots, in_place
@@ -168,8 +170,13 @@ class Checkpointer:
         self._pending: list[Handle] = []
         self._guards: list[Any] = []
         self._signalled = self._closed = False
-        self._loads = self._exports = 0
+        self._saves = self._loads = self._exports = 0
         self._number = next(_NUMBERS)
+        drain = partial(_drain, weakref.ref(self))
+        atexit.register(drain)
+        self._forget = weakref.finalize(self, atexit.unregister, drain)
+        self._forget.atexit = False
+        self._process, self._group = os.getpid(), _group()
 
     def save(
         self,
@@ -193,6 +200,7 @@ class Checkpointer:
         if self._closed:
             raise UsageError("save() after close(); make another Checkpointer")
         courier = self._running()
+        self._saves += 1
         try:
             self.poll()
             job = self._job(step, state, overwrite=overwrite, blocking=blocking)
@@ -245,7 +253,7 @@ class Checkpointer:
         place = self._terms.url if url is None else normalise(url)
         self._loads += 1
         ranks = self._ranks(f"load/{self._loads}")
-        everywhere(ranks, self.wait)
+        everywhere(ranks, lambda: patiently(self.wait, ranks))
         wanted = None if isinstance(step, str) else step
         origin = find(place, wanted, self._terms.options, ranks)
         lenient = Leniency(allow_missing, ignore, cast)
@@ -335,20 +343,40 @@ class Checkpointer:
     def close(self) -> None:
         """Finish the saves on their way and let go of the writer process and its memory.
 
+        A rank that waits for this one in a later save fails at once.
+
         Raises:
             CkptError: A save has failed that nobody has heard of yet.
         """
+        self._leave("its checkpointer was closed")
+        self.poll()
+
+    def _leave(self, cause: str) -> None:
+        # What a forked process does with its copy is no business of the ranks.
+        if self._closed or os.getpid() != self._process:
+            return
         courier, self._courier = self._courier, None
         self._closed = True
+        self._forget()
         if courier is not None:
             courier.end()
             courier.join()
+        self._say_farewell(cause)
         for staging in self._staging:
             self._snapshots.release(staging)
         for guard in self._guards:
             guard.remove()
         self._guards = []
-        self.poll()
+
+    def _say_farewell(self, cause: str) -> None:
+        """Let no other rank wait for this one, in what it has begun or in what would come next."""
+        begun = ("load", self._loads), ("export", self._exports)
+        names = [f"{what}/{number + more}" for what, number in begun for more in (0, 1)]
+        try:
+            for name in (f"save/{self._saves}", *names):
+                self._ranks(name).leave(cause)
+        except Exception as error:  # noqa: BLE001 - whoever hosts the store has left before
+            _LOG.debug("the store of the ranks does not answer: %s", error)
 
     def __enter__(self) -> Self:
         return self
@@ -359,6 +387,8 @@ class Checkpointer:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        if error is not None:
+            self._leave(_told(error))
         try:
             self.close()
         except CkptError as failed:
@@ -436,10 +466,12 @@ class Checkpointer:
     def _running(self) -> Courier:
         if self._courier is None:
             self._courier = Courier(
-                self._terms, lambda number: self._ranks(f"save/{number}"), self._free.put
+                self._terms,
+                lambda number: self._ranks(f"save/{number}"),
+                self._free.put,
+                self._silence,
             )
             self._courier.start()
-            atexit.register(_drain, weakref.ref(self))
         return self._courier
 
     def _ranks(self, name: str) -> Ranks:
@@ -447,25 +479,48 @@ class Checkpointer:
         store = self._store()
         if store is None:
             return OneRank()
-        own = _PrefixStore(name, store)
-        return LaunchedRanks(own, dist.get_rank(), dist.get_world_size(), self._silence)
+        _, rank, world = self._group
+        return LaunchedRanks(_PrefixStore(name, store), rank, world, self._silence)
 
     def _store(self) -> Any:
         """Where the ranks meet: the key-value store of the default process group, never a collective."""
-        if not dist.is_initialized() or dist.get_world_size() == 1:
+        if dist.is_initialized():
+            self._group = _group()
+        if self._group.world == 1:
             return None
-        base = dist.distributed_c10d._get_default_store()  # noqa: SLF001 - torch has no public name
-        return _PrefixStore(f"d9d-ckpt/{self._number}/{self._terms.url}", base)
+        return _PrefixStore(f"d9d-ckpt/{self._number}/{self._terms.url}", self._group.store)
 
     def _note_signal(self, *_: object) -> None:
         self._signalled = True
 
 
+class _Group(NamedTuple):
+    """The default process group: still of use once it is destroyed, which a rank may do before it leaves."""
+
+    store: Any
+    rank: int
+    world: int
+
+
+def _group() -> _Group:
+    if not dist.is_initialized():
+        return _Group(None, 0, 1)
+    store = dist.distributed_c10d._get_default_store()  # noqa: SLF001 - torch has no public name
+    return _Group(store, dist.get_rank(), dist.get_world_size())
+
+
+def _told(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
 def _drain(reference: "weakref.ref[Checkpointer]") -> None:
-    """At the end of the interpreter: what is on its way arrives."""
+    """At the end of the interpreter: what is on its way arrives, and the other ranks hear why."""
     saver = reference()
-    if saver is not None:
-        try:
-            saver.close()
-        except CkptError as error:
-            _LOG.error("a save has failed: %s", error)
+    if saver is None:
+        return
+    # What nobody has caught, and ended the process by it.
+    error: BaseException | None = getattr(sys, "last_value", None)
+    try:
+        saver.__exit__(None if error is None else type(error), error, None)
+    except CkptError as failed:
+        _LOG.error("a save has failed: %s", failed)

@@ -59,10 +59,7 @@ def in_place(tensors: Mapping[str, Held]) -> tuple[Snapshot, Live] | None:
     locals_ = [tensors[name].local for name in offsets]
     if not all(_is_plain(local) for local in locals_):
         return None
-    # An empty tensor has the address of what follows it.
-    filled = {name: at for name, at in offsets.items() if tensors[name].local.numel()}
-    views = [_bytes(tensors[name].local) for name in filled]
-    return Snapshot(offsets), Live(list(filled.values()), views)
+    return Snapshot(offsets), Live(list(offsets.values()), [_bytes(local) for local in locals_])
 
 
 def _is_plain(local: torch.Tensor) -> bool:

@@ -2,6 +2,7 @@
 
 import mmap
 import os
+import weakref
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ class Staging:
 
     def __init__(self) -> None:
         self.fd = os.memfd_create("d9d-ckpt")
+        self._closing = weakref.finalize(self, os.close, self.fd)
         self.view: Bytes = np.empty(0, np.uint8)
 
     @property
@@ -49,9 +51,8 @@ class Staging:
 
     def close(self) -> None:
         """Let go of it; the memory is free once the views and the writer's mapping are gone."""
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
+        self._closing()
+        self.fd = -1
         self.view = np.empty(0, np.uint8)
 
 
@@ -105,8 +106,6 @@ class Live:
 
     def read(self, at: int, nbytes: int) -> memoryview:
         """``nbytes`` of one tensor from byte ``at`` on."""
-        if not nbytes:
-            return memoryview(b"")
         number = bisect_right(self.offsets, at) - 1
         low = at - self.offsets[number]
         return self.views[number][low : low + nbytes]

@@ -5,8 +5,8 @@ objects with ``state_dict`` and ``load_state_dict``, and JSON values. A list of 
 optimizers, is one: the stages of a pipeline rank, the optimizers of dense and expert parameters.
 """
 
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial
 from itertools import chain
@@ -33,7 +33,8 @@ class Intake:
     Attributes:
         tensors: To be filled, under names that the checkpoint has, be they tied ones.
         missing: Names and paths of the state that the checkpoint has not.
-        unexpected: Its tensors that have no place in the state of this rank.
+        unexpected: Its tensors, and values of its modules, that have no place in the state of this
+            rank.
         fresh: Optimizer state that starts anew, as ``optim.*.<fqn>``.
         extra: Its JSON values, but for those of modules, optimizers and other objects of the state.
     """
@@ -84,11 +85,40 @@ def take_in(state: Mapping[str, Any], saved: Saved) -> Intake:
     return Intake(
         into.tensors,
         tuple(into.missing),
-        tuple(name for name in saved.specs if name not in into.used),
+        (*(name for name in saved.specs if name not in into.used), *tree.unplaced(saved.values)),
         tuple(into.fresh),
         tree.leftover(saved.values),
         into,
     )
+
+
+def names_of(saved: Saved) -> list[str]:
+    """Names by which parts of a checkpoint can be left out: tensors, and paths of values."""
+    return [*dict.fromkeys((*saved.specs, *saved.tied, *_paths(saved.values, ())))]
+
+
+def without(saved: Saved, names: Collection[str]) -> Saved:
+    """``saved`` without some of its `names_of`; a value goes with all that is in it."""
+    return replace(
+        saved,
+        specs={name: spec for name, spec in saved.specs.items() if name not in names},
+        tied={name: owner for name, owner in saved.tied.items() if name not in names},
+        values=_trimmed(saved.values, (), names),
+    )
+
+
+def _paths(json: Any, path: Path) -> Iterator[str]:
+    for key, item in values.unpack(json).items():
+        yield named((*path, str(key)))
+        yield from _paths(item, (*path, str(key)))
+
+
+def _trimmed(json: Any, path: Path, names: Collection[str]) -> Any:
+    items = values.unpack(json)
+    if not items:
+        return json
+    left = {key: (*path, str(key)) for key in items if named((*path, str(key))) not in names}
+    return values.pack({key: _trimmed(items[key], here, names) for key, here in left.items()})
 
 
 class _Absent(Enum):
@@ -223,6 +253,11 @@ class _Modules:
             # Extra state, and what hooks of the module have made of its tensors.
             into.later(partial(module.load_state_dict, rest, strict=False))
 
+    def unplaced(self, json: Any) -> Iterator[str]:
+        """Values that were saved and that these modules do not keep, extra state above all."""
+        here = {named(path) for _, _, path, _, _ in self._entries}
+        yield from (name for name in values.unpack(json) if name not in here)
+
 
 class _Tree:
     """A dict or list of parts. Dicts stay the objects they are; their scalars and lists are replaced."""
@@ -259,6 +294,13 @@ class _Tree:
             elif part is None or isinstance(part, _Value):
                 out[key] = values.decode(json)
         return out
+
+    def unplaced(self, saved: Any) -> Iterator[str]:
+        """Values that were saved of modules, and that the modules here do not have."""
+        for key, json in values.unpack(saved).items():
+            part = self._parts.get(key)
+            if isinstance(part, _Tree | _Modules):
+                yield from part.unplaced(json)
 
     def _take_new(self, saved: Mapping[Any, Any], into: Taking) -> None:
         """Values that the saved dict had and this one has not; those of a whole state are ``extra``."""

@@ -11,9 +11,10 @@ import signal
 import socket
 import sys
 import threading
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 from d9d_ckpt.checkpointer.clerk import Clerk
-from d9d_ckpt.checkpointer.messages import Abort, Answer, Lend, Message
+from d9d_ckpt.checkpointer.messages import Abort, Answer, Lend, Message, Working
 from d9d_ckpt.checkpointer.staging import Lent
 from d9d_ckpt.errors import StorageError
 from d9d_ckpt.run.frames import pack, unpack
@@ -22,6 +23,9 @@ _LOG = logging.getLogger(__name__)
 
 _GRACE = 0.7
 """Seconds that work which is no longer wanted gets to end by itself, and the process after it."""
+
+_BEAT = 0.5
+"""Seconds between signs of life while something is being done."""
 
 _MOST_FDS = 4
 
@@ -39,15 +43,22 @@ class Writer:
     def run(self) -> None:
         """Everything until the end."""
         threading.Thread(target=self._listen, daemon=True).start()
-        while (item := self._queue.get()) is not None:
-            number, message = item
-            try:
-                self._say(Answer(number, self._answer(message)))
-            except OSError:
-                # The trainer is gone; what it still asked for comes to nothing.
-                self._clerk.leave()
+        with ThreadPoolExecutor(1) as pool:
+            while (item := self._queue.get()) is not None:
+                number, message = item
+                answer = pool.submit(self._answer, message)
+                try:
+                    self._say_when_done(number, answer)
+                except OSError:
+                    # The trainer is gone; what it still asked for comes to nothing.
+                    self._clerk.leave()
         self._clerk.undo()
         self._ended.set()
+
+    def _say_when_done(self, number: int, answer: "Future[object]") -> None:
+        while not wait([answer], _BEAT).done:
+            self._say(Answer(number, Working()))
+        self._say(Answer(number, answer.result()))
 
     def _answer(self, message: Message[object]) -> object:
         if not isinstance(message, Lend):

@@ -24,6 +24,12 @@ _SEAL = b',"self_xxh3":"'
 _SAVE_ID = re.compile(r"(?!\.{1,2}$)[^/\0]{1,200}")
 """It is looked into, so it must not lead anywhere else."""
 
+_RANK_FILE = re.compile(r"/rank-(\d{5,})(-\d{5,})?\.safetensors", re.ASCII)
+"""The file of a rank, or one of its files."""
+
+_MOST_RANKS = 20
+"""Missing ranks in a message."""
+
 _DEEPEST = 256
 """Levels of JSON: a config that may be read may also be kept here, deeper inside."""
 
@@ -298,18 +304,31 @@ def check_sizes(files_in: FilesIn, opened: Opened) -> Opened:
         here |= {f"{folder}/{name}" if folder else name: size for name, size in found.items()}
     inside = frozenset(n for n in opened.small if f"{opened.save_id}/{n}" in here)
     opened = replace(opened, inside=inside)
+    sizes = {
+        name: here.get(opened.place(name).removeprefix(f"{opened.url}/")) for name in opened.files
+    }
+    gone = [name for name, size in sizes.items() if size is None]
+    if gone:
+        raise MissingError(_incomplete(opened, gone))
     for name, (nbytes, _) in opened.files.items():
-        path = opened.place(name)
-        size = here.get(path.removeprefix(f"{opened.url}/"))
-        if size is None:
-            raise MissingError(
-                f"{path}: the manifest names this file and it is not there; the checkpoint is incomplete"
-            )
-        if size != nbytes:
+        if sizes[name] != nbytes:
             raise CorruptError(
-                f"{path}: {size} bytes, the manifest says {nbytes}; the checkpoint is damaged"
+                f"{opened.place(name)}: {sizes[name]} bytes, the manifest says {nbytes}; the checkpoint "
+                "is damaged"
             )
     return opened
+
+
+def _incomplete(opened: Opened, gone: Sequence[str]) -> str:
+    """What is said of files that are not there: of those of ranks, how many there are, and whose."""
+    told = f"{opened.place(gone[0])}: the manifest names this file and it is not there"
+    expected = sum(1 for name in opened.files if _RANK_FILE.search(name))
+    found = [match for name in gone if (match := _RANK_FILE.search(name))]
+    if found:
+        ranks = sorted({int(match[1]) for match in found})
+        shown = ", ".join(map(str, ranks[:_MOST_RANKS])) + (", ..." if ranks[_MOST_RANKS:] else "")
+        told += f"; expected {expected} files, found {expected - len(found)}: missing rank {shown}"
+    return f"{told}; the checkpoint is incomplete"
 
 
 def listed(store: Store, url: str) -> dict[str, int]:

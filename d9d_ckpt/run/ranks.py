@@ -1,6 +1,7 @@
 """The processes of one run: a single one, or those of a launcher, meeting in its key-value store."""
 
 import importlib
+import itertools
 import os
 import pickle
 import time
@@ -16,6 +17,9 @@ _LEAST_POLL = 0.001
 
 _SILENCE = 600.0
 """Seconds without a sign of life of a rank after which it counts as lost."""
+
+_LEFT = "d9d/left"
+"""Key of why no further round comes to an end: a rank has left, or given another one up."""
 
 
 class Ranks(Protocol):
@@ -38,6 +42,10 @@ class Ranks(Protocol):
 
     def heed(self) -> None:
         """The same, and raise what has failed on another rank that has come to the next `gather`."""
+        ...
+
+    def leave(self, cause: str) -> None:
+        """Tell the others that this rank comes to no further round: theirs fail at once."""
         ...
 
     def clear(self) -> None:
@@ -65,6 +73,9 @@ class OneRank:
     def heed(self) -> None:
         """Nobody else fails."""
 
+    def leave(self, cause: str) -> None:
+        """Nobody stays behind."""
+
     def clear(self) -> None:
         """Nothing was written down."""
 
@@ -88,7 +99,7 @@ class LaunchedRanks:
             self._read.append(key)
             self._store.set(key, pickle.dumps(value))
         else:
-            value = self._wait(key, 0)
+            value = self._from_first(key)
         if isinstance(value, CkptError):
             raise value
         return value
@@ -101,15 +112,16 @@ class LaunchedRanks:
             self._store.set(f"{prefix}/failed", pickle.dumps(value))
         self._store.set(f"{prefix}/{self.rank}", pickle.dumps(value))
         if self.rank:
-            outcome = self._wait(f"{prefix}/outcome", 0)
+            outcome = self._from_first(f"{prefix}/outcome")
             if outcome is not None:
                 raise outcome
             return []
         values = [value]
         failure = value if isinstance(value, CkptError) else None
+        watch = _Watch(self._store, range(1, self.world), self._silence)
         for rank in range(1, self.world):
             if failure is None:
-                values.append(self._heard(prefix, rank))
+                values.append(self._heard(prefix, rank, watch))
                 failure = values[-1] if isinstance(values[-1], CkptError) else None
         self._store.set(f"{prefix}/outcome", pickle.dumps(failure))
         said = [*(f"{prefix}/{rank}" for rank in range(self.world)), f"{prefix}/outcome"]
@@ -119,12 +131,20 @@ class LaunchedRanks:
         self._forget(said)
         return values
 
-    def _heard(self, prefix: str, rank: int) -> Any:
-        """The value of a rank, the failure of any, or that this one is lost: the others hear it too."""
+    def _heard(self, prefix: str, rank: int, watch: "_Watch") -> Any:
+        """The value of a rank, the failure of any, or that one is lost: the others hear it too."""
         try:
-            return self._wait(f"{prefix}/{rank}", rank, f"{prefix}/failed")
+            return self._wait(f"{prefix}/{rank}", watch, f"{prefix}/failed")
         except StorageError as error:
             return error
+
+    def _from_first(self, key: str) -> Any:
+        """What rank 0 says; should it only have been stopped, it hears that it was given up."""
+        try:
+            return self._wait(key, _Watch(self._store, [0], self._silence))
+        except StorageError as error:
+            self._store.set(_LEFT, pickle.dumps(error))
+            raise
 
     def _forget(self, keys: Sequence[str]) -> None:
         """Drop what every rank has read: all that came before a round in which all have answered."""
@@ -138,32 +158,29 @@ class LaunchedRanks:
 
     def heed(self) -> None:
         self.alive()
-        failed = f"d9d/{self._round + 1}/failed"
-        if self._store.check([failed]):
-            raise self._value(failed)
+        for word in (f"d9d/{self._round + 1}/failed", _LEFT):
+            if self._store.check([word]):
+                raise self._value(word)
+
+    def leave(self, cause: str) -> None:
+        error = StorageError(f"rank {self.rank} left: {cause}")
+        self._store.set(_LEFT, pickle.dumps(error))
 
     def clear(self) -> None:
         if self.rank == 0:
-            self._forget([f"d9d/beat/{rank}" for rank in range(self.world)])
+            self._forget([_LEFT, *(f"d9d/beat/{rank}" for rank in range(self.world))])
             self._forget([])
 
-    def _wait(self, key: str, rank: int, failed: str | None = None) -> Any:
-        """The value under ``key``, for as long as ``rank`` shows signs of life; or under ``failed``."""
-        beat, since, pause = b"", time.monotonic(), _LEAST_POLL
+    def _wait(self, key: str, watch: "_Watch", failed: str | None = None) -> Any:
+        """The value under ``key``, or under ``failed``, while all who are watched show signs of life."""
+        pause = _LEAST_POLL
         while not self._store.check([key]):
             if failed is not None and self._store.check([failed]):
                 return self._value(failed)
-            now = (
-                self._store.get(f"d9d/beat/{rank}")
-                if self._store.check([f"d9d/beat/{rank}"])
-                else b""
-            )
-            if now != beat:
-                beat, since = now, time.monotonic()
-            if time.monotonic() - since > self._silence:
-                raise StorageError(
-                    f"rank {rank} has shown no sign of life for {self._silence:.0f} s"
-                )
+            # Who leaves when all is said has read the last word, which is there by then.
+            if self._store.check([_LEFT]) and not self._store.check([key]):
+                raise self._value(_LEFT)
+            watch.look()
             self.alive()
             time.sleep(pause)
             pause = min(2 * pause, _POLL)
@@ -172,6 +189,30 @@ class LaunchedRanks:
     def _value(self, key: str) -> Any:
         # Written by our own ranks in this run, never read from storage.
         return pickle.loads(self._store.get(key))  # noqa: S301
+
+
+class _Watch:
+    """Looks for signs of life, at one rank a poll in turn: that is all a store of a thousand can answer."""
+
+    def __init__(self, store: Any, ranks: Sequence[int], silence: float) -> None:
+        self._store, self._silence = store, silence
+        self._seen = dict.fromkeys(ranks, (b"", time.monotonic()))
+        self._turns = itertools.cycle(ranks)
+
+    def look(self) -> None:
+        """Look at the next one.
+
+        Raises:
+            StorageError: It has shown none for too long.
+        """
+        rank, now = next(self._turns), time.monotonic()
+        key = f"d9d/beat/{rank}"
+        beat = self._store.get(key) if self._store.check([key]) else b""
+        before, since = self._seen[rank]
+        if beat != before:
+            self._seen[rank] = beat, now
+        elif now - since > self._silence:
+            raise StorageError(f"rank {rank} has shown no sign of life for {self._silence:.0f} s")
 
 
 def launched() -> bool:

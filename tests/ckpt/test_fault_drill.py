@@ -8,7 +8,7 @@ import pytest
 
 import fault_drill
 from d9d_ckpt.errors import StorageError
-from drill import children
+from drill import children, team
 from drill.board import Board, Fault
 from drill.power import Power
 from drill.scenes import Result, Scene, Violation
@@ -22,8 +22,9 @@ def test_faults_everywhere_leave_whole_checkpoints_and_nothing_else():
     wanted = fault_drill.Wanted(seconds=SECONDS)
     report = fault_drill.run(wanted, jobs=2)
     assert report.violations == []
-    assert len(report.results) > 100
+    assert len(report.results) > 60
     assert {r.place for r in report.results} == set(fault_drill.PLACES)
+    assert "save of four ranks" in {r.operation for r in report.results}
     assert {r.how for r in report.results} == {"done", "refused", "killed"}
     assert {r.fault.effect for r in report.results} >= {"kill", "EIO", "short", "ENOSPC", "torn"}
 
@@ -185,6 +186,62 @@ def test_a_full_disk_stays_full_and_a_dead_one_dead(tmp_path):
                     failed(os.stat, tmp_path)]  # fmt: skip
 
         assert children.run(work).value == [True, True, "stat" in kinds]
+
+
+def test_a_disk_that_is_full_for_one_process_takes_what_others_write(tmp_path):
+    board = Board()
+
+    def work():
+        Disk(str(tmp_path), board, Fault("mkdir", 1, "full")).install()
+        code = 0
+        if not os.fork():
+            code = not (failed(os.mkdir, tmp_path / "a") and failed(os.mkdir, tmp_path / "a"))
+            os._exit(code)
+        code = os.wait()[1]
+        os.mkdir(tmp_path / "a")
+        return code
+
+    children.adopt()
+    assert children.run(work).value == 0
+
+
+DIED = "/run/step-00000004: rank 2: writer process 5 died (signal 9) during write"
+
+
+def told(board, fault, **ranks):
+    """What is wrong with what four ranks say, all refused at once but for those given."""
+    at = board.when + 0.5
+    every = {f"r{n}": team.Word("refused", DIED, at + n / 10) for n in range(4)} | ranks
+    words = {int(name[1:]): word for name, word in every.items() if word is not None}
+    try:
+        team._check(words, board, fault, "/run")
+    except children.Verdict as verdict:
+        return verdict.how
+    return None
+
+
+def test_ranks_that_hear_late_or_too_little_are_counted():
+    board, fault = Board(), Fault("write", 1, "kill writer")
+    board.rank = 2
+    board.hit()
+    assert told(board, fault) is None
+    assert told(board, fault, r0=None) == "crashed"
+    assert told(board, fault, r0=team.Word("done", "", board.when)) == "crashed"
+    assert told(board, fault, r3=team.Word("refused", "rank 2: died", board.when)) == "crashed"
+    assert told(board, fault, r3=team.Word("refused", DIED, board.when + 2.9)) == "hung"
+    late = {f"r{n}": team.Word("refused", DIED, board.when + 4) for n in range(4)}
+    assert told(board, fault, **late) == "hung"
+
+
+def test_what_a_failed_save_of_ranks_leaves_is_counted(tmp_path):
+    board, fault = Board(), Fault("write", 1, "kill writer")
+    (tmp_path / "step-00000004").mkdir()
+    (tmp_path / "step-00000004" / "part").touch()
+    team._check_left(str(tmp_path), set(), board, fault)  # Rank 0's writer cannot clean up.
+    board.rank = 1
+    board.hit()
+    with pytest.raises(children.Verdict, match="step-00000004/part"):
+        team._check_left(str(tmp_path), set(), board, fault)
 
 
 def failed(call, path):

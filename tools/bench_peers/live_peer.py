@@ -22,10 +22,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from child import busy_s, descendants
 from counters import bytes_read
 from dcp_peer import fork_ranks
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -106,7 +107,7 @@ def saving(saver: Checkpointer, state: State, directory: Path) -> list[Side]:
         ),
         Side(
             "dcp",
-            lambda _: dcp.save(state, checkpoint_id=theirs, no_dist=alone),
+            lambda _: dcp_save(state, checkpoint_id=theirs, no_dist=alone),
             lambda: cleared(theirs),
         ),
     ]
@@ -116,10 +117,10 @@ def loading(saver: Checkpointer, state: State, directory: Path) -> list[Side]:
     theirs = directory / "dcp"
     alone = not dist.is_initialized()
     saver.save(1, {"model": state}, blocking=True)
-    dcp.save(state, checkpoint_id=theirs, no_dist=alone)
+    dcp_save(state, checkpoint_id=theirs, no_dist=alone)
     return [
         Side("ours", lambda _: saver.load({"model": state})),
-        Side("dcp", lambda _: dcp.load(state, checkpoint_id=theirs, no_dist=alone)),
+        Side("dcp", lambda _: dcp_load(state, checkpoint_id=theirs, no_dist=alone)),
     ]
 
 

@@ -5,19 +5,20 @@ import mmap
 import os
 import pickle
 import struct
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 KINDS = (
     "stat", "statvfs", "list", "open", "create", "close", "read", "write", "truncate", "chmod",
-    "fsync", "rename", "link", "unlink", "mkdir", "rmdir", "end",
+    "fsync", "rename", "link", "unlink", "mkdir", "rmdir", "save", "end",
     "HEAD", "GET", "LIST", "PUT", "BEGIN", "PART", "COMPLETE", "ABORT", "DELETE", "UPLOADS",
 )  # fmt: skip
 """Operations of a file system, as the kernel is asked for them, and requests to an object store."""
 
 _WORD = struct.Struct("<q")
-_HITS, _VICTIM, _SIZE, _FIRST = range(4)
+_HITS, _VICTIM, _SIZE, _STRUCK, _WHEN, _FIRST = range(6)
 _TEXT = 2048
 """Where the fault is, pickled, behind the counters."""
 
@@ -41,9 +42,13 @@ class Board:
     """Counters in memory that every forked process sees.
 
     The lock is the kernel's, which a process that is killed lets go of.
+
+    Attributes:
+        rank: Whose process this is, where there are several ranks.
     """
 
     def __init__(self) -> None:
+        self.rank = 0
         self._memory = mmap.mmap(-1, mmap.PAGESIZE)
         self._lock = os.memfd_create("drill")
 
@@ -57,14 +62,26 @@ class Board:
             return self._add(_FIRST + KINDS.index(kind))
 
     def hit(self) -> None:
-        """The fault has happened."""
+        """The fault has happened, here and now."""
         with self._locked():
-            self._add(_HITS)
+            if self._add(_HITS) == 1:
+                self._put(_STRUCK, self.rank)
+                self._put(_WHEN, time.monotonic_ns())
 
     @property
     def hits(self) -> int:
         """How often the fault has happened."""
         return self._get(_HITS)
+
+    @property
+    def struck(self) -> int:
+        """The rank that the fault has happened to."""
+        return self._get(_STRUCK)
+
+    @property
+    def when(self) -> float:
+        """When that was, by the monotonic clock, which all processes have in common."""
+        return self._get(_WHEN) / 1e9
 
     @property
     def fault(self) -> Fault | None:

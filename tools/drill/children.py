@@ -30,7 +30,8 @@ class Ended:
     """How it went.
 
     Attributes:
-        how: ``done``, ``refused`` (a CkptError), ``crashed``, ``killed`` or ``hung``.
+        how: ``done``, ``refused`` (a CkptError), ``crashed``, ``killed``, ``hung``, or ``littered``
+            where work that judges itself has found what it should have removed.
         text: The message, or the traceback of a crash.
         value: What was returned.
         seconds: Until the last process of the group was gone.
@@ -40,6 +41,18 @@ class Ended:
     text: str = ""
     value: Any = None
     seconds: float = 0.0
+
+
+class Verdict(Exception):  # noqa: N818 - no error of what is run, but what it finds about itself
+    """Work that has looked at its own processes says how it went.
+
+    Attributes:
+        how: ``crashed``, ``hung``, or ``littered`` where it has left something behind.
+    """
+
+    def __init__(self, how: str, text: str) -> None:
+        super().__init__(text)
+        self.how = how
 
 
 def adopt() -> None:
@@ -107,6 +120,8 @@ def _tried(work: Callable[[], Any]) -> tuple[str, str, Any]:
         return "done", "", work()
     except CkptError as error:
         return "refused", f"{type(error).__name__}: {error}", None
+    except Verdict as verdict:
+        return verdict.how, str(verdict), None
     except BaseException:  # noqa: BLE001 - whatever it is, the drill reports it
         return "crashed", traceback.format_exc(), None
 

@@ -114,6 +114,7 @@ class Local:
         return [(str(p), (s := p.stat()).st_size, s.st_mtime_ns, s.st_mode) for p in _below(base)]
 
     def arm(self, fault: Fault | None) -> None:
+        self._board.fault = fault
         self._disk = syscalls.Disk(str(self.root), self._board, fault, self._power())
         self._disk.install()
 

@@ -18,7 +18,7 @@ import torch
 import d9d_ckpt
 from d9d_ckpt.checkpointer.link import Link
 from d9d_ckpt.checkpointer.writer import Writer
-from drill.scenes import Operation, Spot, Trees
+from drill.scenes import STEP_FOUR, Operation, Spot, Trees
 
 _PAUSE = 0.002
 
@@ -30,13 +30,7 @@ def operations(trees: Trees) -> tuple[Operation, ...]:
 
     Retention is drilled on the disk alone: where listings are late it leaves steps for the next save.
     """
-    new, old = (_tensors(trees, name) for name in ("sharded", "old sharded"))
-    fourth = (
-        Spot("step-00000001", ("sharded",), must=False, end=None, late=True),
-        Spot("step-00000002", ("old sharded",), must=False, end=None, late=True),
-        Spot("step-00000003", ("sharded",), must=True, end="sharded"),
-        Spot("step-00000004", ("sharded",), must=False, end="sharded"),
-    )
+    new, old = (tensors_of(trees, name) for name in ("sharded", "old sharded"))
     third = (
         Spot("step-00000001", ("sharded",), must=True, end="sharded"),
         Spot("step-00000002", ("old sharded",), must=True, end="old sharded"),
@@ -45,13 +39,14 @@ def operations(trees: Trees) -> tuple[Operation, ...]:
     saving, beside = partial(_save, new, 4), partial(_save, new, 4, blocking=False)
     over = partial(_save, old, 3)
     return (
-        Operation("save", saving, "sharded", "run", fourth, {"keep_last": 2}, disk=True),
-        Operation("save beside", beside, "sharded", "run", fourth, {"keep_last": 2}, disk=True),
+        Operation("save", saving, "sharded", "run", STEP_FOUR, {"keep_last": 2}, disk=True),
+        Operation("save beside", beside, "sharded", "run", STEP_FOUR, {"keep_last": 2}, disk=True),
         Operation("save over a step", over, "sharded", "run", third),
     )
 
 
-def _tensors(trees: Trees, name: str) -> Tensors:
+def tensors_of(trees: Trees, name: str) -> Tensors:
+    """The tensors of one of the drill's checkpoints."""
     found = d9d_ckpt.open(str(trees.path(name)))
     return {tensor: found[tensor].read() for tensor in found.tensors}
 
@@ -68,7 +63,7 @@ def _save(
     """One save; a trainer that comes to a step again replaces what it finds there."""
     del source
     with (
-        patch.object(Link, "start", _started),
+        patch.object(Link, "start", started),
         d9d_ckpt.Checkpointer(destination, **settings) as saver,
     ):
         saver.save(step, {"model": tensors}, blocking=blocking, overwrite=True).wait()
@@ -107,7 +102,8 @@ class Forked:
         os.kill(self.pid, signal.SIGKILL)
 
 
-def _started() -> Link:
+def started(silence: float) -> Link:
+    """In place of `Link.start`."""
     ours, theirs = socket.socketpair()
     pid = os.fork()
     if not pid:
@@ -119,4 +115,4 @@ def _started() -> Link:
     theirs.close()
     ours.settimeout(0.5)
     process: Any = Forked(pid)
-    return Link(process, ours)
+    return Link(process, ours, silence)

@@ -86,6 +86,9 @@ class Operation:
         spots: What is at the destination.
         settings: What is asked.
         disk: Whether only a place with renames has it.
+        faults: Everything that can go wrong in a run that did so many operations; None for what the
+            place says.
+        share: How often it has its turn where time is short, beside the others.
         records: Files of which one makes a checkpoint exist.
         read: What the tensors at a URL are; raises when there is no whole checkpoint.
     """
@@ -97,6 +100,8 @@ class Operation:
     spots: tuple[Spot, ...]
     settings: Mapping[str, Any] = field(default_factory=dict)
     disk: bool = False
+    faults: Callable[[Mapping[str, int]], list[Fault]] | None = None
+    share: float = 1.0
     records: tuple[str, ...] = (
         "manifest.json",
         "model.safetensors.index.json",
@@ -127,6 +132,14 @@ _STEPS = (
     Spot("step-00000002", ("old sharded",), must=False, end=None),
     Spot("step-00000003", ("sharded",), must=True, end="sharded"),
 )
+
+STEP_FOUR = (
+    Spot("step-00000001", ("sharded",), must=False, end=None, late=True),
+    Spot("step-00000002", ("old sharded",), must=False, end=None, late=True),
+    Spot("step-00000003", ("sharded",), must=True, end="sharded"),
+    Spot("step-00000004", ("sharded",), must=False, end="sharded"),
+)
+"""A fourth step, saved into a run that keeps two."""
 
 OPERATIONS = (
     Operation("convert to sharded", _convert, "raw", None, _NEW, _TO_SHARDED),
@@ -254,7 +267,7 @@ class Scene:
 
     def faults(self) -> list[Fault]:
         """Everything that can go wrong."""
-        return self.place.faults(self.counts)
+        return (self.operation.faults or self.place.faults)(self.counts)
 
     def reset(self) -> None:
         """The destination as it is before."""
@@ -320,6 +333,8 @@ class Scene:
             return [("hang", ended.text)]
         if ended.how == "crashed":
             return [("crash", ended.text)]
+        if ended.how == "littered":
+            return [("leftover", ended.text)]
         if ended.how == "killed" and not fault.effect.startswith(("kill", "torn", "power")):
             return [("crash", "died without a word")]
         return []
@@ -369,7 +384,7 @@ class Scene:
             ended = children.run(partial(self.carry_out, None, **more))
             self.place.disarm()
             said.append(f"{more}: {ended.how} {ended.text}")
-            if ended.how in ("hung", "crashed", "killed"):
+            if ended.how in ("hung", "crashed", "killed", "littered"):
                 kind = "hang" if ended.how == "hung" else "crash"
                 return [(kind, f"rerun: {'; '.join(said)}")]
             if told := _told(ended.text, {**self.operation.settings, **more}):

@@ -22,7 +22,7 @@ _CALLS = {
     "remove": "unlink", "mkdir": "mkdir", "rmdir": "rmdir",
 }  # fmt: skip
 
-_ALLOCATING = ("create", "write", "truncate", "link", "mkdir", "rename")
+ALLOCATING = ("create", "write", "truncate", "link", "mkdir", "rename")
 """What a full disk refuses."""
 
 _ANY = ("kill", "kill one", "EIO", "EINTR")
@@ -50,6 +50,9 @@ EFFECTS: Mapping[str, tuple[str, ...]] = {
 ``kill`` ends every process at once, ``kill one`` the process that asked; ``torn`` writes half and
 kills; ``power`` kills and takes back what was not made durable; ``ENOSPC`` and ``dead disk`` (EIO
 from everything) last until the process ends; ``clock`` sets it back by a day, or forward.
+
+Of one rank of several: ``kill writer`` and ``stop writer`` the process that asked, ``kill trainer``
+and ``stop trainer`` its parent; ``full`` is ENOSPC for that rank alone.
 """
 
 _FLAGS = {
@@ -80,7 +83,7 @@ class Disk:
     ) -> None:
         self._root, self._board, self._fault = root, board, fault
         self._power = power if fault is not None and fault.effect == "power" else None
-        self._watching = False
+        self._watching = self._full = False
         self._open: set[int] = set()
         self._real = {name: getattr(os, name) for name in _CALLS}
 
@@ -170,9 +173,11 @@ class Disk:
             return False
         if kind == fault.kind and number == fault.number:
             return True
+        if self._full:
+            return kind in ALLOCATING
         if not self._board.hits:
             return False
-        return fault.effect == "dead disk" or (fault.effect == "ENOSPC" and kind in _ALLOCATING)
+        return fault.effect == "dead disk" or (fault.effect == "ENOSPC" and kind in ALLOCATING)
 
     def _wrong(self, name: str, kind: str, args: Any, kwargs: Any) -> Any:
         assert self._fault is not None  # noqa: S101 - `_is_due` has said so
@@ -185,6 +190,11 @@ class Disk:
                 self._fail_power()
             case "clock":
                 _turn_clock(_DAY if self._fault.number % 2 else -_DAY)
+            case "kill writer" | "stop writer" | "kill trainer" | "stop trainer":
+                strike(self._fault.effect, os.getppid())
+            case "full":
+                self._full = True
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             case "short":
                 args = _halved(name, args)
             case "torn":
@@ -237,6 +247,13 @@ def die() -> NoReturn:
     os.killpg(0, signal.SIGKILL)
     signal.pause()
     raise AssertionError
+
+
+def strike(effect: str, trainer: int) -> None:
+    """Kill or stop this process, which is a writer, or its trainer."""
+    how, _, whom = effect.partition(" ")
+    number = signal.SIGKILL if how == "kill" else signal.SIGSTOP
+    os.kill(trainer if whom == "trainer" else os.getpid(), number)
 
 
 def _path(fd: int) -> Path:

@@ -158,6 +158,20 @@ def test_one_that_does_not_answer_in_time_is_given_up(link):
     assert not running(link.pid)
 
 
+def test_one_that_shows_no_sign_of_life_is_killed():
+    link = Link.start(silence=1.0)
+    link.ask(Abort())
+    os.kill(link.pid, signal.SIGSTOP)
+    began = time.monotonic()
+    with pytest.raises(
+        StorageError, match=rf"{link.pid} has shown no sign of life for 1 s during commit, and was"
+    ):
+        link.ask(Commit({}))
+    assert 1.0 < time.monotonic() - began < 2.5
+    assert not running(link.pid)
+    link.close()
+
+
 def test_a_beat_that_raises_leaves_it_to_be_asked(link):
     link.ask(Abort())
     with stopped(link.pid), pytest.raises(Enough):

@@ -1,5 +1,7 @@
 """`Checkpointer` in one process: what comes back, what is refused, and what is left of failures."""
 
+import atexit
+import gc
 import os
 import resource
 import signal
@@ -8,6 +10,7 @@ import sys
 import textwrap
 import threading
 import time
+import weakref
 
 import pytest
 import torch
@@ -561,6 +564,33 @@ def test_many_checkpointers_leave_nothing(tmp_path, tidy):
         with Checkpointer(tmp_path / "run") as saver:
             saver.save(step, plain(w=torch.ones(10)))
     assert steps(tmp_path / "run") == [0, 1, 2]
+
+
+@pytest.mark.parametrize("blocking", [False, True])
+@pytest.mark.parametrize("value", [1.0, float("nan")])
+def test_the_tensors_of_a_save_that_is_over_are_let_go(tmp_path, tidy, blocking, value):
+    """Though no other save follows, and whether or not it has failed."""
+    with Checkpointer(tmp_path / "run", check_finite=True) as saver:
+        tensor = torch.full((1000,), value)
+        held = weakref.ref(tensor)
+        text = ""
+        try:
+            saver.save(1, plain(w=tensor), blocking=blocking).wait()
+        except CorruptError as error:
+            text = str(error)
+        assert ("NaN" in text) == (value != 1.0)
+        del tensor
+        assert until(lambda: gc.collect() >= 0 and held() is None)
+
+
+def test_nothing_is_left_to_be_done_at_the_end_of_the_interpreter(tmp_path, tidy, monkeypatch):
+    left, register = [], atexit.register
+    monkeypatch.setattr(atexit, "register", lambda f: left.append(weakref.ref(f)) or register(f))
+    for step in range(2):
+        with Checkpointer(tmp_path / "run") as saver:
+            saver.save(step, plain(w=torch.ones(10)))
+    gc.collect()
+    assert [drain() for drain in left] == [None, None]
 
 
 def test_what_is_on_its_way_arrives_at_the_end_of_the_interpreter(tmp_path):

@@ -4,8 +4,12 @@ import os
 import random
 import resource
 import signal
+import subprocess
+import sys
+import textwrap
 import time
 import warnings
+from contextlib import suppress
 from functools import partial
 
 import pytest
@@ -20,12 +24,13 @@ from torch.distributed.tensor import DTensor, Shard
 
 import d9d_ckpt
 from d9d_ckpt import RNG, Checkpointer
-from d9d_ckpt.errors import CkptError
+from d9d_ckpt.checkpointer import load
+from d9d_ckpt.errors import CkptError, MissingError
 from d9d_ckpt.storage.local import LocalStore
 
 pytestmark = pytest.mark.ranks
 
-SILENCE = 2.0
+SILENCE = 3.0
 
 READ_BACK = 2.0
 """Seconds between a failure's detection and its being raised on the last rank."""
@@ -54,7 +59,7 @@ def outcome(step, *, after=None):
 
 def meet(saver_root, name, world):
     """Wait for all ranks by way of files: the store of the process group is under test."""
-    (saver_root / f"{name}.{dist.get_rank()}").touch()
+    (saver_root / f"{name}.{os.getpid()}").touch()
     assert until(lambda: len(list(saver_root.glob(f"{name}.*"))) == world, 10)
 
 
@@ -76,16 +81,16 @@ def test_d03_a_killed_trainer_is_named_on_every_other_rank(tmp_path):
     assert found[1] is KILLED
     for rank in (0, 2):
         (text, seconds), latest = found[rank]
-        assert "step-00000002: rank 1 has shown no sign of life for 2 s" in text
+        assert "step-00000002: rank 1 has shown no sign of life for 3 s" in text
         assert seconds < SILENCE + READ_BACK
         assert latest == 1
 
 
-def _stopped_trainer(root, rank):
+def _stopped_trainer(root, victim, rank):
     with Checkpointer(root / "run", silence=SILENCE) as saver:
         saver.save(1, plain(w=sharded(1))).wait()
         meet(root, "saved", 3)
-        if rank == 1:
+        if rank == victim:
             _stopped_for(SILENCE + 1.5)
         heard = outcome(saver.save(2, plain(w=sharded(2))).wait)
         meet(root, "heard", 3)
@@ -108,14 +113,50 @@ def _stopped_for(seconds):
     os.waitpid(child, 0)
 
 
-def test_d03_a_stopped_trainer_is_named_and_takes_part_again(tmp_path):
+@pytest.mark.parametrize("victim", [0, 1])
+def test_d03_a_stopped_trainer_is_named_and_takes_part_again(tmp_path, victim):
     for rank, ((text, seconds), again, latest) in enumerate(
-        launch(3, partial(_stopped_trainer, tmp_path))
+        launch(3, partial(_stopped_trainer, tmp_path, victim))
     ):
-        assert "rank 1 has shown no sign of life for 2 s" in text, rank
-        assert rank == 1 or seconds < SILENCE + READ_BACK
+        assert f"rank {victim} has shown no sign of life for 3 s" in text, rank
+        assert rank == victim or seconds < SILENCE + READ_BACK
         assert again == ""
         assert latest == 3
+
+
+def _stopped_for_a_minute(root, rank):
+    with Checkpointer(root / "run") as saver:
+        saver.save(1, plain(w=sharded(1))).wait()
+        meet(root, "saved", 2)
+        if rank == 1:
+            _stopped_for(60)
+        return outcome(saver.save(2, plain(w=sharded(2))).wait)
+
+
+def test_a_trainer_that_stands_still_for_a_minute_costs_no_save(tmp_path):
+    """By the rule that holds unless another is asked for: five minutes of silence."""
+    first, second = launch(2, partial(_stopped_for_a_minute, tmp_path), timeout=120)
+    assert first[0] == second[0] == ""
+    assert first[1] > 55
+
+
+def _lost_behind_a_late_one(root, rank):
+    """Rank 1 is late, but alive; rank 2 is dead."""
+    with Checkpointer(root / "run", silence=SILENCE) as saver:
+        saver.save(1, plain(w=sharded(1))).wait()
+        meet(root, "saved", 3)
+        if rank == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if rank == 1:
+            time.sleep(SILENCE + READ_BACK + 2)
+        return outcome(saver.save(2, plain(w=sharded(2))).wait)
+
+
+def test_a_dead_rank_is_noticed_while_another_one_is_awaited(tmp_path):
+    found = launch(3, partial(_lost_behind_a_late_one, tmp_path), allow=frozenset({2}))
+    for text, seconds in found[:2]:
+        assert "step-00000002: rank 2 has shown no sign of life for 3 s" in text
+        assert seconds < SILENCE + READ_BACK
 
 
 def _broken_writer(root, harm, rank):
@@ -128,6 +169,30 @@ def _broken_writer(root, harm, rank):
         if limit:
             resource.prlimit(writer_pid(), resource.RLIMIT_FSIZE, limit)
         return heard, steps, outcome(saver.save(3, plain(w=sharded(3))).wait)[0]
+
+
+def _stopped_writer(root, victim, rank):
+    with Checkpointer(root / "run", silence=SILENCE) as saver:
+        for step in (0, 1):  # Both slots are known to the writer then.
+            saver.save(step, plain(w=sharded(1))).wait()
+        pid = writer_pid()
+        if rank == victim:
+            os.kill(pid, signal.SIGSTOP)
+        heard = outcome(saver.save(2, plain(w=sharded(2))).wait)
+        meet(root, "heard", 3)
+        return pid, heard, outcome(saver.save(2, plain(w=sharded(2))).wait)[0]
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_stopped_writer_is_killed_and_named_on_every_rank(tmp_path, victim):
+    found = launch(3, partial(_stopped_writer, tmp_path, victim))
+    pid = found[victim][0]
+    said = f"writer process {pid} has shown no sign of life for 3 s during prepare, and was killed"
+    for _, (text, seconds), again in found:
+        assert f"step-00000002: rank {victim}: {said}" in text
+        assert seconds < SILENCE + 0.5 + READ_BACK
+        assert again == ""
+    assert d9d_ckpt.verify(str(tmp_path / "run")).ok
 
 
 def _kill_while_writing(rank):
@@ -238,6 +303,186 @@ def _slow_reader(root, rank):
 
 def test_a_rank_that_reads_for_long_is_not_lost(tmp_path):
     assert launch(2, partial(_slow_reader, tmp_path)) == [[1.0] * 4] * 2
+
+
+def _slow_opener(root, slow, rank):
+    """Finding the checkpoint takes one rank longer than the others wait for a sign of life."""
+    w = torch.zeros(4)
+    with Checkpointer(root / "run", silence=1.5) as saver:
+        saver.save(1, plain(w=torch.ones(4)), blocking=True)
+        if rank == slow:
+            load.open_checkpoint = partial(_late, load.open_checkpoint)
+        saver.load(plain(w=w))
+    return w.tolist()
+
+
+def _late(step, *args):
+    time.sleep(3)
+    return step(*args)
+
+
+@pytest.mark.parametrize("slow", [0, 1])
+def test_a_rank_that_opens_for_long_is_not_lost(tmp_path, slow):
+    assert launch(2, partial(_slow_opener, tmp_path, slow)) == [[1.0] * 4] * 2
+
+
+def _blind(root, rank):
+    """Rank 1 does not see what rank 0 has found."""
+    w = torch.zeros(4)
+    with Checkpointer(root / "run", silence=10) as saver:
+        saver.save(1, plain(w=w), blocking=True)
+        if rank == 1:
+            load.open_checkpoint = _not_there
+        return outcome(lambda: saver.load(plain(w=w)))
+
+
+def _not_there(store, url, step):
+    raise MissingError(f"{url}: not here")
+
+
+def test_a_checkpoint_that_one_rank_does_not_see_is_loaded_on_none(tmp_path):
+    for text, seconds in launch(2, partial(_blind, tmp_path)):
+        assert "step-00000001: not here" in text
+        assert seconds < READ_BACK
+
+
+# -- a rank that leaves --------------------------------------------------------------------------
+
+
+def _leaving(root, how, saves, rank):
+    """Rank 1 does not come to what the others do next; what they hear, and how soon after."""
+    saver = Checkpointer(root / "run", silence=30)
+    w = sharded(1, rows=10)
+    for step in range(saves):
+        saver.save(step, plain(w=w)).wait()
+    meet(root, "saved", 3)
+    if rank == 1:
+        time.sleep(0.5)
+        how(saver)
+        meet(root, "heard", 3)
+        return None
+    heard = outcome(saver.save(7, plain(w=w)).wait)
+    read = outcome(lambda: saver.load(plain(w=w)))[0]
+    meet(root, "heard", 3)
+    saver.close()
+    return heard, read
+
+
+def _by_exception(saver):
+    with suppress(ZeroDivisionError), saver:
+        _ = 1 / 0
+
+
+def _by_close(saver):
+    saver.close()
+
+
+def _by_exception_without_group(saver):
+    """The process group is gone before the exception comes to the checkpointer."""
+    with suppress(ZeroDivisionError), saver:
+        try:
+            _ = 1 / 0
+        finally:
+            dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("saves", [0, 2])
+@pytest.mark.parametrize(
+    ("how", "cause"),
+    [
+        (_by_exception, "ZeroDivisionError: division by zero"),
+        (_by_close, "its checkpointer was closed"),
+        (_by_exception_without_group, "ZeroDivisionError: division by zero"),
+    ],
+)
+def test_a_rank_that_leaves_fails_the_others_at_once(tmp_path, how, cause, saves):
+    found = launch(3, partial(_leaving, tmp_path, how, saves))
+    for rank in (0, 2):
+        (text, seconds), read = found[rank]
+        assert f"step-00000007: rank 1 left: {cause}" in text
+        assert seconds < 0.5 + READ_BACK
+        assert f"rank 1 left: {cause}" in read
+
+
+def _left_while_loading(root, rank):
+    with Checkpointer(root / "run", silence=30) as saver:
+        w = torch.zeros(4)
+        saver.save(1, plain(w=w), blocking=True)
+        if rank == 1:
+            load.open_checkpoint = _interrupted
+        began = time.monotonic()
+        try:
+            saver.load(plain(w=w))
+        except BaseException as error:  # noqa: BLE001 - that of rank 1 is no CkptError
+            saver.__exit__(type(error), error, None)
+            return repr(error), time.monotonic() - began
+    return "", 0.0
+
+
+def _interrupted(store, url, step):
+    raise KeyboardInterrupt
+
+
+def test_a_rank_that_is_interrupted_in_a_load_fails_the_others_at_once(tmp_path):
+    (first, seconds), (second, _) = launch(2, partial(_left_while_loading, tmp_path))
+    assert "rank 1 left: KeyboardInterrupt" in first
+    assert seconds < READ_BACK
+    assert second == "KeyboardInterrupt()"
+
+
+def test_a_rank_whose_script_ends_fails_the_others_at_once(tmp_path):
+    """By an exception that nobody catches, with nothing closed."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        textwrap.dedent("""
+            import sys, time, torch
+            import torch.distributed as dist
+            from d9d_ckpt import Checkpointer
+            from d9d_ckpt.errors import CkptError
+            root, rank = sys.argv[1], int(sys.argv[2])
+            dist.init_process_group(
+                "gloo", store=dist.FileStore(root + "/store", 2), rank=rank, world_size=2
+            )
+            saver = Checkpointer(root + "/run", silence=50)
+            state = {"model": {"w": torch.ones(10)}}
+            saver.save(1, state).wait()
+            if rank == 1:
+                raise ValueError("of mine")
+            try:
+                saver.save(2, state).wait()
+            except CkptError as error:
+                print(error, end="")
+        """)
+    )
+    ranks = [
+        subprocess.Popen(  # noqa: S603 - a script of our own
+            [sys.executable, script, tmp_path, str(rank)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in (0, 1)
+    ]
+    (heard, errors), (_, why) = (rank.communicate(timeout=40) for rank in ranks)
+    assert heard.endswith("step-00000002: rank 1 left: ValueError: of mine"), errors
+    assert why.rstrip().endswith("ValueError: of mine")
+
+
+def _forked(root, rank):
+    """A process that a rank forks, and that ends as scripts do, is not the rank."""
+    with Checkpointer(root / "run", silence=10) as saver:
+        saver.save(1, plain(w=torch.zeros(4))).wait()
+        if rank == 1:
+            pid = os.fork()
+            if not pid:
+                saver.__exit__(KeyError, KeyError("mine"), None)
+                os._exit(0)
+            os.waitpid(pid, 0)
+        return outcome(saver.save(2, plain(w=torch.zeros(4))).wait)[0]
+
+
+def test_what_a_rank_forks_does_not_leave_for_it(tmp_path):
+    assert launch(2, partial(_forked, tmp_path)) == ["", ""]
 
 
 # -- ranks that differ ---------------------------------------------------------------------------

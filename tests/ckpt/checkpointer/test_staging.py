@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from helpers.writers import descriptors
 
-from d9d_ckpt.checkpointer.staging import Lent, Staging
+from d9d_ckpt.checkpointer.staging import Lent, Live, Staging
 
 
 @pytest.fixture
@@ -67,3 +67,15 @@ def test_a_mapping_that_fails_leaves_no_descriptor(slot):
     with pytest.raises(ValueError, match="empty file"):
         Lent.map(os.dup(slot.fd), 0)
     assert descriptors() == before
+
+
+def test_live_bytes_are_found_by_the_addresses_of_a_slot():
+    parts = [np.arange(n, n + size, dtype=np.uint8) for n, size in ((0, 5), (100, 64), (200, 1))]
+    live = Live([0, 64, 128], [memoryview(part) for part in parts])
+    assert bytes(live.read(0, 5)) == bytes(range(5))
+    assert bytes(live.read(2, 2)) == bytes([2, 3])
+    assert bytes(live.read(64, 64)) == bytes(range(100, 164))
+    assert bytes(live.read(127, 1)) == bytes([163])
+    assert bytes(live.read(128, 1)) == bytes([200])
+    parts[1][3] = 7
+    assert live.read(67, 1)[0] == 7

@@ -393,7 +393,7 @@ def test_writers_of_a_killed_trainer_undo_and_end(one, tmp_path, stage, old):
     check(place, state(3))
 
 
-def odd(*lines):
+def odd(*lines, silence=300.0):
     """A link to a writer that behaves as ``lines`` make it."""
     ours, theirs = socket.socketpair()
     code = [
@@ -407,7 +407,23 @@ def odd(*lines):
         argv = [sys.executable, "-c", "\n".join(code), str(number)]
         process = subprocess.Popen(argv, pass_fds=(number,))  # noqa: S603 - this interpreter
     ours.settimeout(0.5)
-    return Link(process, ours)
+    return Link(process, ours, silence)
+
+
+def test_work_that_takes_longer_than_a_silence_is_waited_for(tmp_path):
+    with Ranks() as ranks:
+        ranks[0].link.close()
+        ranks[0].link = odd(
+            "real = clerk.send",
+            "clerk.send = lambda sending: time.sleep(2.5) or real(sending)",
+            silence=1.0,
+        )
+        beats = []
+        ranks.stage(state())
+        ranks.prepare(tmp_path / "a")
+        ranks.commit([ranks[0].write(beat=lambda: beats.append(0))])
+        check(tmp_path / "a", state())
+    assert 4 <= len(beats) <= 12
 
 
 def test_a_writer_that_hangs_undoes_and_ends_all_the_same(tmp_path):
