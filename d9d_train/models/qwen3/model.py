@@ -1,0 +1,16 @@
+"""Qwen3."""
+
+from d9d_train.layers.mlp import MLP
+from d9d_train.models.config import Config, Options
+from d9d_train.models.decoder import CausalLM, Layer, Stage, attention
+
+
+def build(config: Config, stage: Stage, options: Options) -> CausalLM:
+    """A stage of a Qwen3."""
+    sizes = config.sizes
+
+    def layer(index: int) -> Layer:
+        mlp = MLP(sizes.hidden, sizes.intermediate)
+        return Layer(index, config, options, attention(config, qk_norm=True), mlp)
+
+    return CausalLM(config, stage, layer)
