@@ -1,0 +1,1 @@
+"""Parallelism, applied to plain modules from outside: one axis a file."""
