@@ -12,6 +12,7 @@ $(STAMP): pyproject.toml tools/constraints.txt
 
 demo: venv
 	.venv/bin/python tools/demo.py
+	.venv/bin/python tools/demo_train.py
 
 test: venv
 	tools/check

@@ -59,7 +59,8 @@ class Wanted:
         operations: Names of operations; none for all.
         peer: ``dcp`` in place of the engine, or None.
         part: Which of how many parts of all faults.
-        seconds: How long at most, each job; None for all.
+        seconds: How long at most, each job; None for no limit.
+        faults: How many at most, each job; None for no limit.
         seed: Of the order.
         where: Where directories are made; None for memory, where there is such a place.
     """
@@ -69,6 +70,7 @@ class Wanted:
     peer: str | None = None
     part: tuple[int, int] = (0, 1)
     seconds: float | None = None
+    faults: int | None = None
     seed: int = 0
     where: Path | None = None
 
@@ -176,7 +178,7 @@ def _job(wanted: Wanted) -> Report:
     started = time.monotonic()
     report = Report()
     with prepared(wanted) as found:
-        for scene, fault in _drawn(found, wanted):
+        for scene, fault in _drawn(found, wanted)[: wanted.faults]:
             if wanted.seconds is not None and time.monotonic() - started > wanted.seconds:
                 break
             result = scene.drill(fault)

@@ -1,4 +1,4 @@
-"""A part of tools/fault_drill.py: hundreds of faults, and never a lost or a broken checkpoint."""
+"""A part of tools/fault_drill.py: a hundred faults, and never a lost or a broken checkpoint."""
 
 import os
 import signal
@@ -14,15 +14,16 @@ from drill.power import Power
 from drill.scenes import Result, Scene, Violation
 from drill.syscalls import Disk
 
-SECONDS = 80.0
+FAULTS = 50
+"""For each of two jobs; 80 seconds on two quiet cores."""
 
 
 @pytest.mark.s3
 def test_faults_everywhere_leave_whole_checkpoints_and_nothing_else():
-    wanted = fault_drill.Wanted(seconds=SECONDS)
-    report = fault_drill.run(wanted, jobs=2)
+    report = fault_drill.run(fault_drill.Wanted(faults=FAULTS), jobs=2)
     assert report.violations == []
-    assert len(report.results) > 60
+    assert len(report.results) + report.missed == 2 * FAULTS
+    assert report.missed < FAULTS / 2
     assert {r.place for r in report.results} == set(fault_drill.PLACES)
     assert "save of four ranks" in {r.operation for r in report.results}
     assert {r.how for r in report.results} == {"done", "refused", "killed"}
@@ -30,9 +31,9 @@ def test_faults_everywhere_leave_whole_checkpoints_and_nothing_else():
 
 
 def test_dcp_goes_through_the_same_faults_and_loses_checkpoints():
-    wanted = fault_drill.Wanted(places=["local"], peer="dcp", seconds=10)
+    wanted = fault_drill.Wanted(places=["local"], peer="dcp", faults=25)
     report = fault_drill.run(wanted, jobs=2)
-    assert len(report.results) > 20
+    assert len(report.results) > 25
     assert report.count("harmed") > 0
     assert {v.operation for v in report.violations if v.kind == "harmed"} == {
         "DCP save over another"
