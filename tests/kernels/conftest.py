@@ -3,15 +3,11 @@
 import importlib.util
 import os
 import pathlib
-import sys
 
 import pytest
 import torch
 
 ON_GPU = torch.cuda.is_available()
-if not ON_GPU and "triton" not in sys.modules:
-    # Triton reads it once, when it is imported.
-    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 def _why_not() -> str:
