@@ -126,7 +126,7 @@ class Stepper:
 
     def tokens(self, counted: int) -> torch.Tensor:
         """Labels that count in the global batch, 0-D int64."""
-        tokens = torch.tensor(counted, device=self.mesh.torch_device)
+        tokens = torch.full((), counted, device=self.mesh.torch_device)
         dist.all_reduce(tokens, group=self.mesh.axis("dp").group)
         return tokens
 

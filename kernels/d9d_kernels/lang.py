@@ -52,6 +52,8 @@ def runs_triton(x: Tensor, dtypes: tuple[torch.dtype, ...] = KERNEL_DTYPES) -> b
         ValueError: `D9D_KERNELS` has an unknown value.
         RuntimeError: the kernels were asked for by `D9D_KERNELS=triton`, and Triton is absent.
     """
+    if torch.compiler.is_compiling():
+        return False  # the compiler fuses the eager twins; it would have to see into the kernels
     switch = os.environ.get("D9D_KERNELS", "")
     if switch == "":
         return x.is_cuda and HAS_TRITON and x.dtype in dtypes
