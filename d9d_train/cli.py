@@ -27,7 +27,7 @@ class _Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit code is 0 only when all that was asked has been done.
 
-    SIGTERM is the run's own affair: where there are checkpoints, it saves and ends with 0.
+    SIGTERM is the run's own affair: it ends with 0 after a whole step, saved where there are checkpoints.
     """
     try:
         args = _parsed(argv)

@@ -182,7 +182,8 @@ class CheckpointConfig:
         every: Steps between saves; the last step is saved as well.
         keep_last: How many of the newest stay; None keeps all.
         keep_every: Steps divisible by it stay as well.
-        resume: ``auto`` (the latest step if there is one), ``never``, or a step.
+        resume: ``auto`` (the latest whole step, if there is one), ``never`` (anew; refused where the URL
+            holds whole steps), or a step (later steps of the URL are deleted before the first save).
         export: URL of a Hugging Face directory written at the end.
         allow_changes: Keys whose value may differ from the one that the checkpoint was written with.
         storage_options: Passed to fsspec.

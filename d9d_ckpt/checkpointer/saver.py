@@ -432,6 +432,7 @@ class Checkpointer:
         return Checkpointer(
             url,
             compare_replicas=terms.compare_replicas,
+            check_finite=terms.check_finite,
             unpadded=self._unpadded,
             layout=terms.layout,
             family=terms.family,

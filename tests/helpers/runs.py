@@ -116,12 +116,18 @@ class Place:
         return [json.loads(line) for line in self.metrics.read_text().splitlines()]
 
 
-def farthest(one: Place, other: Place) -> float:
-    """The largest difference between the last checkpoints of two runs, parameters and moments alike."""
+def differences(one: Place, other: Place) -> dict[str, float]:
+    """Of the last checkpoints of two runs, parameters and optimizer state alike: largest first."""
     report = d9d_ckpt.diff(one.run, other.run)
     assert not report.only_in_a
     assert not report.only_in_b
-    return max((found.max_abs for found in report.different), default=0.0)
+    found = sorted(report.different, key=lambda d: d.max_abs, reverse=True)
+    return {different.name: different.max_abs for different in found}
+
+
+def farthest(one: Place, other: Place) -> float:
+    """The largest of the `differences`."""
+    return next(iter(differences(one, other).values()), 0.0)
 
 
 def told_apart(one: Place, other: Place) -> float:
