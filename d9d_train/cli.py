@@ -8,9 +8,13 @@ import os
 import sys
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import NoReturn
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
 
-from d9d_ckpt.errors import CkptError, UsageError
+from d9d_ckpt.errors import CkptError, StorageError, UsageError
+
+if TYPE_CHECKING:
+    from d9d_train.parallel.pipeline.actions import Program
 
 _INTERRUPTED = 130
 _STORE_WAIT = timedelta(seconds=5)
@@ -78,6 +82,59 @@ def _plan(args: argparse.Namespace) -> None:
     sys.stdout.flush()
 
 
+def _schedule(args: argparse.Namespace) -> None:
+    from d9d_train.parallel.pipeline import draw
+    from d9d_train.parallel.pipeline.costs import parse_costs
+    from d9d_train.parallel.pipeline.simulate import simulate
+
+    costs, title = parse_costs(args.costs), args.name or args.csv
+    simulation = simulate(_program(args), costs)
+    if args.html:
+        _write(args.html, draw.page(simulation, title))
+    if args.write_csv:
+        _write(args.write_csv, f"{simulation.program.computations}\n")
+    if args.json:
+        found = json.dumps(simulation.to_json())
+    else:
+        found = f"{draw.table(simulation, title)}\n{draw.timeline(simulation)}"
+    sys.stdout.write(found + "\n")
+    sys.stdout.flush()
+
+
+def _program(args: argparse.Namespace) -> "Program":
+    """The schedule that is named or in a file."""
+    from d9d_train.parallel.pipeline.schedule import build, from_csv, placement
+
+    if args.csv:
+        if (args.ranks, args.microbatches, args.stages_per_rank) != (None, None, None):
+            raise UsageError(
+                "--csv says it all; leave out --ranks, --microbatches and --stages-per-rank"
+            )
+        return from_csv(_read(args.csv))
+    if args.ranks is None or args.microbatches is None:
+        raise UsageError(
+            "--name also needs --ranks and --microbatches; see d9d-train schedule --help"
+        )
+    virtual, _ = placement(args.name, args.stages_per_rank)
+    return build(args.name, virtual * args.ranks, args.ranks, args.microbatches)
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text()
+    except OSError as error:
+        raise UsageError(f"{path}: cannot read this schedule: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path}: cannot read this schedule: {error}") from error
+
+
+def _write(path: str, text: str) -> None:
+    try:
+        Path(path).write_text(text)
+    except OSError as error:
+        raise StorageError(f"{path}: cannot write: {error.strerror}") from error
+
+
 def _say(message: str) -> None:
     sys.stderr.write(f"d9d-train: {_rank()}{message}\n")
     sys.stderr.flush()
@@ -112,10 +169,11 @@ def _first_to_say(message: str) -> bool:
 def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     """Arguments; argparse leaves overrides that come after an option to us."""
     args, left = _parser().parse_known_args(argv)
+    overrides = getattr(args, "overrides", None)
     for text in left:
-        if text.startswith("-") or "=" not in text:
+        if text.startswith("-") or "=" not in text or overrides is None:
             raise UsageError(f"unrecognized argument {text}; see d9d-train {args.command} --help")
-    args.overrides += left
+        overrides.append(text)
     return args
 
 
@@ -123,15 +181,16 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="d9d-train", description="Train large models on six axes.")
     commands = parser.add_subparsers(dest="command", required=True, parser_class=_Parser)
 
-    def command(name: str, text: str) -> argparse.ArgumentParser:
+    def command(name: str, text: str, *, of_config: bool = True) -> argparse.ArgumentParser:
         sub = commands.add_parser(name, help=text, description=text)
-        sub.add_argument("config", help="TOML file")
-        sub.add_argument(
-            "overrides",
-            nargs="*",
-            metavar="section.key=value",
-            help="a TOML value, or a bare word, which is a string",
-        )
+        if of_config:
+            sub.add_argument("config", help="TOML file")
+            sub.add_argument(
+                "overrides",
+                nargs="*",
+                metavar="section.key=value",
+                help="a TOML value, or a bare word, which is a string",
+            )
         sub.add_argument(
             "--log-level", default="warning", choices=("debug", "info", "warning", "error")
         )
@@ -146,4 +205,24 @@ def _parser() -> argparse.ArgumentParser:
     )
     sub.add_argument("--json", action="store_true", help="one JSON object on stdout")
     sub.set_defaults(run=_plan)
+
+    sub = command("schedule", "Simulate and draw a pipeline's schedule; no GPU.", of_config=False)
+    which = sub.add_mutually_exclusive_group(required=True)
+    which.add_argument(
+        "--name", help="gpipe, 1f1b, interleaved, looped_bfs, zb1p, zbv, dualpipev, forward_only"
+    )
+    which.add_argument("--csv", metavar="FILE", help="a schedule of one's own, as torch writes it")
+    sub.add_argument("--ranks", type=int, metavar="N", help="pipeline ranks")
+    sub.add_argument("--microbatches", type=int, metavar="N", help="of a step")
+    sub.add_argument("--stages-per-rank", type=int, metavar="V", help="default: as few as it takes")
+    sub.add_argument(
+        "--costs",
+        default="F=1,I=1,W=1",
+        metavar="F=1,I=1,W=1",
+        help="time of a stage's forward pass and of the two parts of its backward pass",
+    )
+    sub.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    sub.add_argument("--html", metavar="FILE", help="write a page with a picture")
+    sub.add_argument("--write-csv", metavar="FILE", help="write the schedule as torch reads it")
+    sub.set_defaults(run=_schedule)
     return parser

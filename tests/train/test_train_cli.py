@@ -176,7 +176,7 @@ def test_help_does_not_wait_for_torch():
     )
     done = python("-c", script)
     assert done.returncode == 0, done.stderr
-    assert "d9d-train [-h] {train,plan}" in done.stdout
+    assert "d9d-train [-h] {train,plan,schedule}" in done.stdout
 
 
 # -- ranks -------------------------------------------------------------------------------------

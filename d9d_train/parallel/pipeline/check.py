@@ -1,24 +1,27 @@
 """The proof that a program is complete, keeps every dependency, and ends."""
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator
-from itertools import product
+from collections.abc import Iterator, Mapping
+from itertools import pairwise
 
 from d9d_ckpt.errors import LayoutError
 from d9d_train.parallel.pipeline.actions import (
+    GRADIENTS,
+    MESSAGES,
     OF_STAGE,
     SENDS,
     Action,
     Kind,
     Program,
-    given,
     taken,
 )
-from d9d_train.parallel.pipeline.lockstep import Lockstep
+from d9d_train.parallel.pipeline.lockstep import walk
 
 _BACKWARD = frozenset({Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT, Kind.SEND_B, Kind.RECV_B})
+from d9d_train.parallel.pipeline.uncollected import uncollected
 
 
+@uncollected()
 def check(program: Program) -> None:
     """Prove that ranks which execute consecutive messages as one batch get to the end of a program.
 
@@ -27,43 +30,70 @@ def check(program: Program) -> None:
             in another order than sent, or in a circle of ranks that wait for each other; the message
             names it.
     """
-    check_complete(program)
+    _check_pairs(program)
+    _check_complete(program, messages=True)
     _check_order(program)
     _check_wires(program)
-    circle = Lockstep(program.ranks, program.rank_of).circle()
+    circle = walk(program, whole=True).circle
     if circle:
         raise LayoutError(f"pipeline: these ranks wait for each other: {waits(circle)}")
 
 
-def check_complete(program: Program) -> None:
-    """Each stage is on one rank, and does its part of every micro-batch once.
+def check_computations(program: Program) -> None:
+    """Each stage is on one rank, and computes its part of every micro-batch once; there is no message.
 
     Raises:
         LayoutError: With the action that is missing, double, or too much.
     """
+    _check_pairs(program)
+    _check_complete(program, messages=False)
+
+
+def _check_pairs(program: Program) -> None:
+    """A pair is of two passes that one rank does one after the other."""
+    following = {
+        pair
+        for actions in program.ranks
+        for pair in pairwise(a for a in actions if program.pairs and not a.is_message)
+    }
+    for first, second in sorted(program.pairs):
+        if first.kind is not Kind.FORWARD or second.kind not in GRADIENTS:
+            raise LayoutError(
+                f"pipeline: {first} and {second} overlap; expected a forward and a backward pass"
+            )
+        if following.isdisjoint({(first, second), (second, first)}):
+            raise LayoutError(
+                f"pipeline: {first} and {second} overlap and do not follow each other on a rank"
+            )
+
+
+def _check_complete(program: Program, *, messages: bool) -> None:
     found = Counter(action for actions in program.ranks for action in actions)
     rank_of = _placed(program)
+    twice = next((a for a, n in found.items() if n > 1 and a.kind not in OF_STAGE), None)
+    if twice:
+        raise LayoutError(f"pipeline: rank {rank_of[twice.stage]} has {twice} {found[twice]} times")
     expected = set(_expected(program, found, rank_of))
-    for rank, actions in enumerate(program.ranks):
-        for action in actions:
-            if action.kind in OF_STAGE:
-                continue
-            if found[action] > 1:
-                raise LayoutError(f"pipeline: rank {rank} has {action} {found[action]} times")
-            if action not in expected:
-                raise LayoutError(f"pipeline: rank {rank} has {action}, which has no place there")
-    for action in expected - found.keys():
-        raise LayoutError(f"pipeline: rank {rank_of[action.stage]} lacks {action}")
+    if not messages:
+        expected = {action for action in expected if not action.is_message}
+    beyond = min((a for a in found.keys() - expected if a.kind not in OF_STAGE), default=None)
+    if beyond:
+        raise LayoutError(
+            f"pipeline: rank {rank_of[beyond.stage]} has {beyond}, which has no place there"
+        )
+    missing = min(expected - found.keys(), default=None)
+    if missing:
+        raise LayoutError(f"pipeline: rank {rank_of[missing.stage]} lacks {missing}")
 
 
-def waits(circle: dict[int, Action]) -> str:
+def waits(circle: Mapping[int, Action]) -> str:
     """Who waits where, for messages."""
     return "; ".join(
         f"rank {rank} in {message} for {message.counterpart}" for rank, message in circle.items()
     )
 
 
-def _placed(program: Program) -> dict[int, int]:
+def _placed(program: Program) -> Mapping[int, int]:
     rank_of = program.rank_of
     for rank, actions in enumerate(program.ranks):
         for action in actions:
@@ -79,25 +109,23 @@ def _placed(program: Program) -> dict[int, int]:
 
 
 def _expected(
-    program: Program, found: Counter[Action], rank_of: dict[int, int]
+    program: Program, found: Counter[Action], rank_of: Mapping[int, int]
 ) -> Iterator[Action]:
     """All computations and messages of a complete program, in no order."""
-    stages = program.stages
-    trains = any(action.kind in _BACKWARD for action in found)
-    for stage, microbatch in product(range(stages), range(program.microbatches)):
-        parts = [Kind.FORWARD, *(_backward(found, stage, microbatch) if trains else ())]
-        for action in (Action(stage, part, microbatch) for part in parts):
-            yield action
-            for message in (taken(action, stages), given(action, stages)):
-                if message and rank_of[message.far] != rank_of[stage]:
-                    yield message
-
-
-def _backward(found: Counter[Action], stage: int, microbatch: int) -> tuple[Kind, ...]:
-    """Whole, or in two parts where either of them is there."""
-    parts = Kind.INPUT, Kind.WEIGHT
-    split = any(Action(stage, part, microbatch) in found for part in parts)
-    return parts if split else (Kind.BACKWARD,)
+    microbatches, trains = program.microbatches, any(action.kind in _BACKWARD for action in found)
+    possible = MESSAGES if trains else MESSAGES - _BACKWARD
+    whole, split = (Kind.BACKWARD,), (Kind.INPUT, Kind.WEIGHT)
+    parts = {(action.stage, action.microbatch) for action in found if action.kind in split}
+    for stage in range(program.stages):
+        messages = [
+            kind
+            for kind in possible
+            if rank_of.get(Action(stage, kind).far, rank_of[stage]) != rank_of[stage]
+        ]
+        for microbatch in range(microbatches):
+            back = split if (stage, microbatch) in parts else whole
+            for kind in (Kind.FORWARD, *(back if trains else ()), *messages):
+                yield Action(stage, kind, microbatch)
 
 
 def _check_order(program: Program) -> None:
@@ -133,7 +161,7 @@ def _check_wires(program: Program) -> None:
 
 
 def _needs(
-    action: Action, stages: int, there: set[Action], rank_of: dict[int, int]
+    action: Action, stages: int, there: set[Action], rank_of: Mapping[int, int]
 ) -> Iterator[Action]:
     """What the same rank does before an action."""
     stage, microbatch = action.stage, action.microbatch

@@ -1,93 +1,187 @@
-"""Ranks that run a program by rendezvous, in memory."""
+"""Ranks that run a program in memory, as the executor runs it."""
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import groupby, islice
+from typing import NamedTuple
 
-from d9d_train.parallel.pipeline.actions import SENDS, Action
+from d9d_train.parallel.pipeline.actions import MESSAGES, SENDS, Action, Program
+from d9d_train.parallel.pipeline.edges import Edges
 
 
-class Lockstep:
-    """Ranks of which each does its next action once the messages of the last batch were all exchanged.
+class Span(NamedTuple):
+    """A computation from ``start`` to ``end``, in the unit of its costs."""
 
-    Consecutive messages are one batch. Between two ranks and in one direction messages meet in order:
-    the first that is open on one side and the first on the other, if they are counterparts. Who waits
-    does so for one certain message, so whether all get to the end does not depend on how fast any rank
-    is: one walk decides for all timings.
+    action: Action
+    start: float
+    end: float
+
+
+def free(_: Action) -> float:
+    """What takes no time."""
+    return 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Walk:
+    """How far ranks get with a program.
 
     Attributes:
-        ranks: The actions of each rank.
-        open: Of each rank's current batch, the messages that have not met their counterparts.
+        spans: What each rank computes, in order.
+        circle: Ranks that wait for each other and the message of each, in the order of waiting; empty
+            when all get to the end.
     """
 
-    def __init__(self, ranks: Iterable[Iterable[Action]], rank_of: Mapping[int, int]) -> None:
-        self.ranks = [list(actions) for actions in ranks]
-        self.open: list[list[Action]] = [[] for _ in self.ranks]
-        self._rank_of = rank_of
-        self._began = [0] * len(self.ranks)
-        self._next = [0] * len(self.ranks)
-        self._run(range(len(self.ranks)))
+    spans: tuple[tuple[Span, ...], ...]
+    circle: Mapping[int, Action]
 
-    def peer(self, message: Action) -> int:
-        """The rank at the other end."""
-        return self._rank_of[message.far]
 
-    def circle(self) -> dict[int, Action]:
-        """Ranks that wait for each other and the message of each, in the order of waiting; empty when done."""
-        path: list[int] = []
-        rank = next((rank for rank, batch in enumerate(self.open) if batch), None)
-        if rank is None:
-            return {}
-        while rank not in path:
-            path.append(rank)
-            rank = self.peer(self.open[rank][0])
-        return {waiting: self.open[waiting][0] for waiting in path[path.index(rank) :]}
+def walk(
+    program: Program,
+    duration: Callable[[Action], float] = free,
+    transfer: Callable[[Action], float] = free,
+    *,
+    whole: bool = False,
+) -> Walk:
+    """Run all ranks, each action as early as it can be.
 
-    def hoist(self, send: Action) -> None:
-        """Move the receive of an open send into the batch that its rank is in, and go on.
+    Consecutive messages are one batch. A rank begins it once its last one is done, goes on, and waits where
+    a computation takes what a message brings. A message meets its counterpart when both have begun, and a
+    batch is done when all of its messages are. Who waits does so for certain messages, so whether all get
+    to the end does not depend on how fast any rank is: one walk decides for all timings.
 
-        It goes ahead of what the batch still receives: the sender will not send anything else before.
-        """
-        receive, rank = send.counterpart, self.peer(send)
-        actions, at = self.ranks[rank], self._next[rank]
-        del actions[actions.index(receive, at)]
-        ahead = next((a for a in self.open[rank] if a.kind not in SENDS), None)
-        actions.insert(at if ahead is None else actions.index(ahead, self._began[rank]), receive)
-        self._next[rank] += 1
-        self.open[rank].insert(0, receive)
-        self._run((rank, self._rank_of[send.stage]))
+    Args:
+        program: With every message and its counterpart, in the same order at both ends.
+        duration: Of a computation.
+        transfer: Of a message, from when it has met its counterpart.
+        whole: Computations wait for the whole batch of what they take, as they do on NCCL, where a batch
+            is one kernel; otherwise for the message, as on gloo.
+    """
+    return _Lockstep(program, duration, transfer, whole).run()
 
-    def _run(self, ranks: Iterable[int]) -> None:
-        ready = deque(ranks)
-        while ready:
-            rank = ready.popleft()
-            ready.extend(self._meet(rank))
-            while not self.open[rank] and self._next[rank] < len(self.ranks[rank]):
-                self._begin(rank)
-                ready.extend(self._meet(rank))
 
-    def _begin(self, rank: int) -> None:
-        """Do a computation, or open a batch."""
-        actions, at = self.ranks[rank], self._next[rank]
-        self._began[rank] = at
-        while at < len(actions) and actions[at].is_message:
-            at += 1
-        self.open[rank] = actions[self._began[rank] : at]
-        self._next[rank] = max(at, self._began[rank] + 1)
+def find_circle(waiting: Mapping[int, Action], rank_of: Mapping[int, int]) -> dict[int, Action]:
+    """Ranks that wait for each other, of all that wait for the other end of a message."""
+    path: list[int] = []
+    rank = min(waiting, default=None)
+    if rank is None:
+        return {}
+    while rank not in path:
+        path.append(rank)
+        rank = rank_of[waiting[rank].far]
+    return {each: waiting[each] for each in path[path.index(rank) :]}
 
-    def _meet(self, rank: int) -> list[int]:
-        """Close what can be closed of the rank's batch; the peers whose batches that ends."""
-        freed = []
-        for message in tuple(self.open[rank]):
-            peer, other = self.peer(message), message.counterpart
-            if self._is_first(rank, message) and self._is_first(peer, other):
-                self.open[rank].remove(message)
-                self.open[peer].remove(other)
-                if not self.open[peer]:
-                    freed.append(peer)
-        return freed
 
-    def _is_first(self, rank: int, message: Action) -> bool:
-        """Whether it is the first open one of its direction between its two ranks."""
-        sends, peer = message.kind in SENDS, self.peer(message)
-        alike = (a for a in self.open[rank] if (a.kind in SENDS, self.peer(a)) == (sends, peer))
-        return next(alike, None) == message
+@dataclass(slots=True)
+class _Batch:
+    """Consecutive messages of a rank.
+
+    Attributes:
+        rank: Whose.
+        messages: All of them, each with the number of its edge.
+        open: Those that have not met their counterparts.
+        began: When; None before.
+        done: When the last of those that have met is there.
+    """
+
+    rank: int
+    messages: list[tuple[int, Action]]
+    open: int
+    began: float | None = None
+    done: float = 0.0
+
+
+class _Lockstep:
+    def __init__(
+        self,
+        program: Program,
+        duration: Callable[[Action], float],
+        transfer: Callable[[Action], float],
+        whole: bool,
+    ) -> None:
+        self._rank_of = program.rank_of
+        self._duration = duration
+        self._transfer = transfer
+        self._whole = whole
+        self._edges = Edges(program)
+        # By edge: the batches of its two ends, and when it is there.
+        self._sends: list[_Batch | None] = [None] * self._edges.count
+        self._receives: list[_Batch | None] = [None] * self._edges.count
+        self._there: list[float | None] = [None] * self._edges.count
+        self._spans: list[list[Span]] = [[] for _ in program.ranks]
+        self._ready = deque(range(len(program.ranks)))
+        self._parts = [
+            [self._part(rank, *part) for part in groupby(actions, _is_message)]
+            for rank, actions in enumerate(program.ranks)
+        ]
+
+    def run(self) -> Walk:
+        ranks = [self._steps(rank) for rank in range(len(self._parts))]
+        waiting: dict[int, _Batch] = {}
+        while self._ready:
+            rank = self._ready.popleft()
+            waiting.pop(rank, None)
+            for batch in islice(ranks[rank], 1):
+                waiting[rank] = batch
+        circle = find_circle({r: self._unmet(b) for r, b in waiting.items()}, self._rank_of)
+        return Walk(tuple(map(tuple, self._spans)), circle)
+
+    def _part(
+        self, rank: int, is_message: bool, actions: Iterable[Action]
+    ) -> _Batch | list[tuple[int | None, Action]]:
+        """A batch, or computations with the edges that they take."""
+        numbered = [(self._edges.of(action), action) for action in actions]
+        if not is_message:
+            return numbered
+        messages = [(edge, action) for edge, action in numbered if edge is not None]
+        batch = _Batch(rank, messages, len(messages))
+        for edge, message in messages:
+            (self._sends if message.kind in SENDS else self._receives)[edge] = batch
+        return batch
+
+    def _steps(self, rank: int) -> Iterator[_Batch]:
+        """Do what the rank does; gives the batch that it waits for, again until that is over."""
+        clock, last, spans = 0.0, None, self._spans[rank]
+        for part in self._parts[rank]:
+            if isinstance(part, _Batch):
+                if last is not None:
+                    while last.open:
+                        yield last
+                    clock = max(clock, last.done)
+                last = part
+                self._begin(last, clock)
+                continue
+            for edge, action in part:
+                batch = None if edge is None else self._receives[edge]
+                if edge is not None and batch is not None:
+                    while batch.open if self._whole else self._there[edge] is None:
+                        yield batch
+                    clock = max(clock, batch.done if self._whole else self._there[edge] or 0.0)
+                end = clock + self._duration(action)
+                spans.append(Span(action, clock, end))
+                clock = end
+        while last is not None and last.open:
+            yield last
+
+    def _begin(self, batch: _Batch, now: float) -> None:
+        """Let its messages meet those of their counterparts that have begun before."""
+        batch.began = now
+        for edge, message in batch.messages:
+            other = (self._receives if message.kind in SENDS else self._sends)[edge]
+            if other is None or other.began is None:
+                continue
+            there = max(now, other.began) + self._transfer(message)
+            self._there[edge] = there
+            batch.open -= 1
+            batch.done = max(batch.done, there)
+            other.open -= 1
+            other.done = max(other.done, there)
+            self._ready.append(other.rank)
+
+    def _unmet(self, batch: _Batch) -> Action:
+        return next(message for edge, message in batch.messages if self._there[edge] is None)
+
+
+def _is_message(action: Action) -> bool:
+    return action.kind in MESSAGES

@@ -12,26 +12,32 @@ from d9d_ckpt.errors import LayoutError, UsageError
 from d9d_train.parallel.pipeline import actions
 from d9d_train.parallel.pipeline.actions import Action, Kind, Program, parse
 from d9d_train.parallel.pipeline.check import check
+from d9d_train.parallel.pipeline.communicate import with_communication
 from d9d_train.parallel.pipeline.schedule import (
     BUILDERS,
     build,
-    forward_only,
-    gpipe,
-    one_f_one_b,
-    with_communication,
+    from_csv,
+    placement,
+    placement_of,
 )
+from d9d_train.parallel.pipeline.schedules.alternating import one_f_one_b
+from d9d_train.parallel.pipeline.schedules.waves import forward_only, gpipe
 
-names = st.sampled_from(["gpipe", "1f1b"])
-ranks_ = st.integers(2, 6)
+names = st.sampled_from(sorted(BUILDERS))
+LOOPED = ("interleaved", "looped_bfs", "zb1p", "forward_only")
 microbatches_ = st.integers(1, 9)
 
 
-def most_held(actions: tuple[Action, ...]) -> int:
-    held = most = 0
-    for action in actions:
-        held += (action.kind is Kind.FORWARD) - (action.kind is Kind.BACKWARD)
-        most = max(most, held)
-    return most
+@st.composite
+def numbers(draw: st.DrawFn, most_ranks: int = 6) -> tuple[str, int, int, int]:
+    """A schedule with stages, ranks and micro-batches that it can be made of."""
+    name, ranks, microbatches = draw(names), draw(st.integers(1, most_ranks)), draw(microbatches_)
+    local = draw(st.integers(2, 3)) if name in LOOPED else placement(name)[0]
+    if name == "dualpipev":
+        microbatches += 2 * ranks - 1
+    if name in ("interleaved", "zb1p") and local > 1:
+        microbatches -= microbatches % max(1, microbatches // ranks)
+    return name, local * ranks, ranks, microbatches
 
 
 def replaced(program: Program, rank: int, actions: list[Action]) -> Program:
@@ -64,52 +70,84 @@ def test_computations_by_hand() -> None:
 
 
 def test_communication_by_hand() -> None:
-    """A send next to a receive is one batch, which two neighbours do at the same time."""
+    """Rank 1 receives micro-batch 1 before it computes the gradient of 0: it is sent meanwhile."""
     assert str(build("1f1b", 2, 2, 3)) == (
         "0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0F2,0SEND_F2,0RECV_B1,0B1,0RECV_B2,0B2\n"
-        "1RECV_F0,1F0,1B0,1SEND_B0,1RECV_F1,1F1,1B1,1SEND_B1,1RECV_F2,1F2,1B2,1SEND_B2"
+        "1RECV_F0,1F0,1RECV_F1,1B0,1SEND_B0,1F1,1B1,1SEND_B1,1RECV_F2,1F2,1B2,1SEND_B2"
     )
     assert str(build("gpipe", 1, 1, 2)) == "0F0,0F1,0B0,0B1"
 
 
-@seeded(60)
-@given(names, st.integers(1, 6), microbatches_)
-def test_every_stage_does_each_micro_batch_once(name: str, ranks: int, microbatches: int) -> None:
-    for rank, actions_ in enumerate(BUILDERS[name](ranks, ranks, microbatches).ranks):
-        every = {
-            Action(rank, k, i) for k in (Kind.FORWARD, Kind.BACKWARD) for i in range(microbatches)
-        }
-        assert len(actions_) == 2 * microbatches
-        assert set(actions_) == every
+@seeded(120)
+@given(numbers())
+def test_every_stage_does_each_micro_batch_once(of: tuple[str, int, int, int]) -> None:
+    name, stages, ranks, microbatches = of
+    built = BUILDERS[name](stages, ranks, microbatches)
+    done = [a for acts in built.ranks for a in acts]
+    assert len(done) == len(set(done))
+    for stage in range(stages):
+        for kinds in (("F",), ("B", "I"), ("B", "W"))[: 1 if name == "forward_only" else 3]:
+            found = sorted(a.microbatch for a in done if a.stage == stage and a.kind in kinds)
+            assert found == list(range(microbatches))
 
 
-@seeded(60)
-@given(st.integers(1, 8), st.integers(1, 20))
-def test_micro_batches_held(ranks: int, microbatches: int) -> None:
-    for rank, actions_ in enumerate(one_f_one_b(ranks, ranks, microbatches).ranks):
-        assert most_held(actions_) == min(ranks - rank, microbatches)
-    for actions_ in gpipe(ranks, ranks, microbatches).ranks:
-        assert most_held(actions_) == microbatches
-
-
-@seeded(60)
-@given(st.sampled_from(sorted(BUILDERS)), st.integers(1, 8), st.integers(1, 12))
-def test_built_programs_end(name: str, ranks: int, microbatches: int) -> None:
-    program = build(name, ranks, ranks, microbatches)
+@seeded(120)
+@given(numbers(most_ranks=8))
+def test_built_programs_end(of: tuple[str, int, int, int]) -> None:
+    program, plain = build(*of), BUILDERS[of[0]](*of[1:])
     check(program)
     check(program.forward)
-    without = (tuple(a for a in acts if not a.is_message) for acts in program.ranks)
-    assert tuple(without) == BUILDERS[name](ranks, ranks, microbatches).ranks
+    texts = [program.computations.texts(rank) for rank in range(of[2])]
+    assert texts == [plain.texts(rank) for rank in range(of[2])]
+    virtual, order = placement(of[0], of[1] // of[2])
+    assert placement_of(program) == ((virtual, order) if of[2] > 1 else (virtual, "loop"))
+    assert from_csv(f"{program.computations}\n") == program
 
 
 @pytest.mark.parametrize("name", sorted(BUILDERS))
 def test_refusals_have_the_numbers(name: str) -> None:
-    with pytest.raises(LayoutError, match=f"{name} .*8 stages .*4 ranks"):
-        build(name, 8, 4, 4)
+    with pytest.raises(LayoutError, match=f"{name} .*9 stages .*4 ranks"):
+        build(name, 9, 4, 8)
     with pytest.raises(LayoutError, match=f"{name} .*0 micro-batches"):
-        build(name, 4, 4, 0)
+        build(name, 4 * placement(name)[0], 4, 0)
+    with pytest.raises(LayoutError, match=f"{name} on 0 ranks"):
+        build(name, 4, 0, 4)
+
+
+def test_what_only_some_schedules_need() -> None:
     with pytest.raises(UsageError, match="no schedule '1b1f'; known: gpipe, 1f1b"):
         build("1b1f", 4, 4, 4)
+    with pytest.raises(UsageError, match="no schedule '1b1f'"):
+        placement("1b1f")
+    with pytest.raises(LayoutError, match="dualpipev with 7 micro-batches; it needs at least 8"):
+        build("dualpipev", 8, 4, 7)
+    with pytest.raises(LayoutError, match=r"zbv puts 2 of the stages .* 12 stages .* 4 ranks"):
+        build("zbv", 12, 4, 8)
+    with pytest.raises(
+        LayoutError, match=r"at least 2 stages .* 4 stages .* 4 ranks; .* it is 1f1b"
+    ):
+        build("interleaved", 4, 4, 8)
+    for name in ("interleaved", "zb1p"):
+        with pytest.raises(LayoutError, match=f"{name} .* 4 equal .* 9 do not divide, 8 or 10 do"):
+            build(name, 4, 2, 9)
+    assert build("zb1p", 2, 2, 9).microbatches == 9
+
+
+def test_the_placement_of_a_csv() -> None:
+    assert placement_of(parse("0F0,3F0\n1F0,2F0")) == (2, "v")
+    assert placement_of(parse("0F0,2F0\n1F0,3F0")) == (2, "loop")
+    for text in ("0F0,1F0\n2F0,3F0", "0F0,1F0\n2F0", "1F0\n0F0"):
+        with pytest.raises(LayoutError, match=r"expected them in a loop .* or in a V"):
+            placement_of(parse(text))
+
+
+def test_a_csv_with_messages_is_taken_as_it_is() -> None:
+    text = "0F0,0SEND_F0,0RECV_B0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0"
+    assert str(from_csv(text)) == text
+    with pytest.raises(LayoutError, match="rank 1 lacks 1SEND_B0"):
+        from_csv(text.removesuffix(",1SEND_B0"))
+    with pytest.raises(LayoutError, match="rank 1 lacks 1B0"):
+        from_csv("0F0,0B0\n1F0")
 
 
 # Any order of computations that respects their dependencies, on any ranks.
@@ -156,7 +194,7 @@ def test_communication_of_any_order_ends(order: Program) -> None:
     assert kept == order.ranks
 
 
-def test_a_receive_comes_earlier_only_where_ranks_would_wait_for_each_other() -> None:
+def test_receives_are_in_the_order_of_sends() -> None:
     """Rank 1 takes micro-batch 1 first; rank 0 sends 0 first, so 1 must receive that before."""
     order = parse("0F0,0F1\n1F1,1F0")
     assert str(with_communication(order)) == (
@@ -171,13 +209,8 @@ def test_computations_that_wait_for_each_other_are_refused() -> None:
 
 @st.composite
 def programs(draw: st.DrawFn) -> Program:
-    ranks = draw(ranks_)
-    return draw(
-        st.one_of(
-            st.builds(build, names, st.just(ranks), st.just(ranks), microbatches_),
-            computations().map(with_communication),
-        )
-    )
+    built = numbers().filter(lambda of: of[2] > 1).map(lambda of: build(*of))
+    return draw(st.one_of(built, computations().map(with_communication)))
 
 
 @st.composite
@@ -291,6 +324,14 @@ def test_ranks_that_wait_for_each_other_are_named_with_what_for() -> None:
 
 
 def test_such_a_circle_is_cut_by_an_earlier_receive() -> None:
-    computations = actions.program((a for a in r if not a.is_message) for r in parse(SPLIT).ranks)
-    cut = SPLIT.replace("1W0,1RECV_F1", "1RECV_F1,1W0").replace("1W1,1RECV_F2", "1RECV_F2,1W1")
-    assert str(with_communication(computations)) == cut
+    computations = parse(SPLIT).computations
+    check(with_communication(computations))
+    assert with_communication(computations).computations == computations
+
+
+def test_pairs_that_are_none_are_refused() -> None:
+    with pytest.raises(LayoutError, match="0F1 and 0F0 overlap; expected a forward and a backward"):
+        from_csv("(0F1;0F0)OVERLAP_F_B,0B0,0B1")
+    apart = parse("0F0,0F1,0F2,0B0,0B1,0B2").ranks
+    with pytest.raises(LayoutError, match="0F1 and 0B0 overlap and do not follow each other"):
+        check(Program(apart, frozenset({(apart[0][1], apart[0][3])})))
