@@ -30,11 +30,12 @@ from d9d_train.models.decoder import CausalLM
 from d9d_train.optim.adamw import AdamW
 from d9d_train.optim.shards import shard
 from d9d_train.parallel import context, fsdp
+from d9d_train.parallel.pipeline import sharded
 from d9d_train.parallel.pipeline.run import Executor
-from d9d_train.parallel.pipeline.schedule import build as build_program
 from d9d_train.parallel.stages import (
     Parallel,
     build_stages,
+    follow_tied,
     named_parameters,
     saved_tensors,
 )
@@ -60,7 +61,7 @@ def train(config: Config) -> None:
     """
     with started(deterministic=config.train.deterministic) as device, ExitStack() as stack:
         stopping = stack.enter_context(Stopping())
-        mesh = mesh_of(config.mesh.topology, device)
+        mesh = mesh_of(config.topology, device)
         progress = Progress()
         stack.enter_context(_last_actions(progress))
         check_export(config)
@@ -107,6 +108,7 @@ def built(
     )
     if checkpoints is not None:
         checkpoints.resume(run.saved())
+    follow_tied(stages)
     if dist.get_rank():
         return run
     tracker = open_tracker(
@@ -167,14 +169,14 @@ def _stepper(
     )
     executor = Executor(
         stages,
-        build_program(
-            pipeline.schedule, topology.pp * topology.virtual, topology.pp, pipeline.microbatches
-        ),
+        pipeline.program(topology),
         mesh.axis("pp"),
         partial(_transferred, stages, mesh.axis("tp"), config.train.compute),
         on_action=lambda action: progress.at(str(action), action.microbatch),
         on_first=lambda stage: fsdp.synchronise(stages[stage], last=False, reshard=reshard),
         on_last_backward=lambda stage: fsdp.synchronise(stages[stage], last=True, reshard=reshard),
+        on_weights=lambda stage, last: sharded.weights(stages[stage], last=last, reshard=reshard),
+        on_stage=lambda action: sharded.perform(stages[action.stage], action),
     )
     return Stepper(
         stages=stages,

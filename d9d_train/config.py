@@ -4,6 +4,8 @@ import math
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+from functools import cached_property
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -18,7 +20,8 @@ from d9d_train.models.keys import DenseKeys, SparseKeys
 from d9d_train.models.registry import FAMILIES
 from d9d_train.optim.lr import OptimConfig
 from d9d_train.parallel.context import KINDS
-from d9d_train.parallel.pipeline.schedule import BUILDERS
+from d9d_train.parallel.pipeline.actions import Program
+from d9d_train.parallel.pipeline.schedule import build, from_csv, placement, placement_of
 from d9d_train.telemetry import MetricsConfig
 from d9d_train.typed import nearest, read
 
@@ -37,7 +40,8 @@ class MeshConfig:
         cp: Context parallel ranks.
         tp: Tensor parallel ranks.
         ep: Expert parallel ranks; divides dp_shard x cp x tp.
-        stages: Layers of each stage; None for equal ones, the first ones longer.
+        stages: Layers of each stage, pp times as many as the schedule puts on a rank; None for equal
+            ones, the first ones longer.
         vocab_multiple: The vocabulary is padded to a multiple of this times tp.
 
     Raises:
@@ -59,8 +63,13 @@ class MeshConfig:
 
     @property
     def topology(self) -> Topology:
-        """The topology of these degrees."""
-        return Topology(**{f.name: getattr(self, f.name) for f in fields(self)})
+        """The topology of these degrees, with as many stages on a rank as ``stages`` says."""
+        return self.staged(max(1, len(self.stages or ()) // self.pp), "loop")
+
+    def staged(self, virtual: int, order: str) -> Topology:
+        """The topology of these degrees with ``virtual`` stages on a pipeline rank, in that order."""
+        degrees = {f.name: getattr(self, f.name) for f in fields(self)}
+        return Topology(**degrees, virtual=virtual, order=order)
 
     @property
     def readers(self) -> int:
@@ -84,12 +93,14 @@ class PipelineConfig:
     """The order of forward and backward passes.
 
     Attributes:
-        schedule: ``1f1b`` or ``gpipe``; the others are not available yet.
-        csv: A file with a schedule; not available yet.
+        schedule: ``1f1b``, ``gpipe``, ``interleaved``, ``looped_bfs``, ``zb1p``, ``zbv`` or
+            ``dualpipev``.
+        csv: A file with a schedule of one's own, in torch's form, in place of ``schedule``.
         microbatches: Parts of a rank's share of a step; without pp, gradient accumulation.
+        stages_per_rank: Of ``interleaved`` and ``looped_bfs``; None for what the schedule has, two there.
 
     Raises:
-        UsageError: A schedule that is not available, or no micro-batch.
+        UsageError: No micro-batch, or no stage.
     """
 
     schedule: Literal["gpipe", "1f1b", "interleaved", "looped_bfs", "zb1p", "zbv", "dualpipev"] = (
@@ -97,14 +108,52 @@ class PipelineConfig:
     )
     csv: str = ""
     microbatches: int = 1
+    stages_per_rank: int | None = None
 
     def __post_init__(self) -> None:
         _check("pipeline.microbatches", self.microbatches, self.microbatches >= 1, "at least 1")
-        if self.csv or self.schedule not in BUILDERS:
-            key = "csv" if self.csv else "schedule"
-            raise UsageError(
-                f"pipeline.{key}: {getattr(self, key)} is not available yet; gpipe and 1f1b are"
+        stages = self.stages_per_rank
+        _check("pipeline.stages_per_rank", stages, stages is None or stages >= 1, "at least 1")
+
+    def placement(self) -> tuple[int, str]:
+        """Stages on a pipeline rank, and their order.
+
+        Raises:
+            UsageError: The file cannot be read, or says no schedule.
+            LayoutError: Its stages lie on ranks in no order that there is.
+        """
+        if self.csv:
+            return placement_of(self._given)
+        return placement(self.schedule, self.stages_per_rank)
+
+    def program(self, topology: Topology) -> Program:
+        """What every pipeline rank does in a step.
+
+        Args:
+            topology: With the stages that `placement` says.
+
+        Raises:
+            LayoutError: The schedule cannot be made of these numbers, or the file has others.
+        """
+        ranks, stages = topology.pp, topology.pp * topology.virtual
+        if not self.csv:
+            return build(self.schedule, stages, ranks, self.microbatches)
+        given = self._given
+        found = len(given.ranks), given.microbatches
+        if found != (ranks, self.microbatches):
+            raise LayoutError(
+                f"pipeline.csv {self.csv}: is for {found[0]} ranks and {found[1]} micro-batches; the run "
+                f"has pp={ranks} and pipeline.microbatches={self.microbatches}"
             )
+        return given
+
+    @cached_property
+    def _given(self) -> Program:
+        try:
+            text = Path(self.csv).read_text()
+        except OSError as error:
+            raise UsageError(f"pipeline.csv {self.csv}: {error.strerror}") from error
+        return from_csv(text)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -259,6 +308,13 @@ class Config:
                 )
         self._check_batch()
         self._check_sequence()
+        # Refuses layers of stages that the schedule has more or fewer of.
+        _ = self.topology
+
+    @property
+    def topology(self) -> Topology:
+        """The axes, with the stages that the schedule puts on a pipeline rank."""
+        return self.mesh.staged(*self.pipeline.placement())
 
     def _check_batch(self) -> None:
         mesh, parts = self.mesh, self.pipeline.microbatches

@@ -1,7 +1,7 @@
 """The ranks of a topology as device meshes: one set of ranks, three views."""
 
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cache, cached_property
 
 import torch
 import torch.distributed as dist
@@ -78,9 +78,9 @@ class Mesh:
         return init_device_mesh(self.device, tuple(axes.values()), mesh_dim_names=tuple(axes))
 
 
-@lru_cache(maxsize=1)
+@cache
 def mesh_of(topology: Topology, device: str) -> Mesh:
-    """The mesh of the running process group; one per process, since groups are never given back.
+    """The mesh of the running process group; one per topology, since groups are never given back.
 
     Raises:
         LayoutError: The topology has more or fewer ranks than were started.

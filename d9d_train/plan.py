@@ -19,9 +19,11 @@ from d9d_train.layers.moe import MoE
 from d9d_train.layers.recompute import Mode
 from d9d_train.models.config import Config as ModelConfig
 from d9d_train.models.config import read_config
-from d9d_train.models.decoder import CausalLM, Stage
+from d9d_train.models.decoder import CausalLM
 from d9d_train.models.registry import build
+from d9d_train.parallel.pipeline.held import peak_microbatches
 from d9d_train.parallel.roles import check, roles
+from d9d_train.parallel.stages import stages_of
 from d9d_train.parallel.tensor import padded
 
 Shape = tuple[int, ...]
@@ -153,16 +155,20 @@ def plan(config: Config, raw: Mapping[str, Any], world: int | None = None) -> Ru
         LayoutError: The axes do not divide the world or the model, with the numbers.
         CkptError: A model that the trainer does not compute.
     """
-    topology = _filled(config.mesh.topology, world)
+    topology, pipeline = _filled(config.topology, world), config.pipeline
     model = read_config(raw)
     _check_heads(config.context.kind, model, topology)
-    stages = [_Stage.of(index, config, raw, topology) for index in range(topology.pp)]
+    waiting = peak_microbatches(pipeline.program(topology))
+    ranks = [
+        _PipelineRank.of(index, config, raw, topology, waiting[index])
+        for index in range(topology.pp)
+    ]
     return RunNeeds(
-        parameters=sum(_own(stage.model) for stage in stages),
+        parameters=sum(_own(model) for rank in ranks for model in rank.models),
         dtype=config.train.stored,
         topology=topology,
         global_batch=config.train.global_batch // config.mesh.dp_replicate * topology.dp_replicate,
-        ranks=tuple(rank for stage in stages for rank in stage.ranks()),
+        ranks=tuple(needs for rank in ranks for needs in rank.ranks()),
     )
 
 
@@ -195,37 +201,50 @@ def _own(model: CausalLM) -> int:
 
 
 @dataclass(frozen=True)
-class _Stage:
+class _PipelineRank:
     """A pipeline rank.
 
     Attributes:
         index: Its number.
         config: Of the run.
         topology: Of the plan.
-        model: Its part of the model, on the meta device.
+        models: Its stages, on the meta device.
         tensors: Shape, vocabularies padded, and placement of each parameter.
+        waiting: Micro-batches between their forward and their backward pass, at most.
     """
 
     index: int
     config: Config
     topology: Topology
-    model: CausalLM
+    models: Sequence[CausalLM]
     tensors: Sequence[tuple[Shape, Placement]]
+    waiting: float
 
     @classmethod
-    def of(cls, index: int, config: Config, raw: Mapping[str, Any], topology: Topology) -> Self:
+    def of(
+        cls,
+        index: int,
+        config: Config,
+        raw: Mapping[str, Any],
+        topology: Topology,
+        waiting: float,
+    ) -> Self:
         """The modules that the run would build, with the checks that it would make."""
         sizes = read_config(raw).sizes
         with torch.device("meta"):
-            model = build(raw, _part(index, topology, sizes.layers))
-        placed = roles(model, placements_of(family_of(raw), sizes))
-        check(model, placed, topology)
+            parts = stages_of(topology, sizes.layers, index).values()
+            models = [build(raw, part) for part in parts]
+        placements = placements_of(family_of(raw), sizes)
         multiple = topology.vocab_multiple * topology.tp
-        tensors = [
-            (padded(tuple(p.shape), placed[name].cut, multiple), placed[name])
-            for name, p in model.named_parameters()
-        ]
-        return cls(index, config, topology, model, tensors)
+        tensors = []
+        for model in models:
+            placed = roles(model, placements)
+            check(model, placed, topology)
+            tensors += [
+                (padded(tuple(p.shape), placed[name].cut, multiple), placed[name])
+                for name, p in model.named_parameters()
+            ]
+        return cls(index, config, topology, models, tensors, waiting)
 
     def ranks(self) -> Iterator[RankNeeds]:
         """The needs of each of its ranks, which differ in their shards alone."""
@@ -275,44 +294,39 @@ class _Stage:
         layer more has all that it computes. The loss makes the gradients of the head's input and, in
         float32 or wider, of its weight while it goes forward, and keeps them as well.
         """
-        train, model, topology = self.config.train, self.model.config, self.topology
+        train, model, topology = self.config.train, self.models[0].config, self.topology
         tokens = train.seq_len // topology.cp * self._sequences()
         keep = partial(_kept, model, topology, self.config.context.kind)
-        sparse = [isinstance(layer.mlp, MoE) for layer in self.model.model.layers.values()]
+        sparse = [
+            isinstance(layer.mlp, MoE)
+            for part in self.models
+            for layer in part.model.layers.values()
+        ]
         layers = sum(keep(train.recompute, sparse=s) for s in sparse)
         again = max((keep("none", sparse=s) for s in sparse), default=0.0)
-        head = tokens * model.sizes.hidden if self.model.lm_head else 0
-        waiting = self._waiting()
-        kept = waiting * (tokens * layers + head) + tokens * again * (train.recompute != "none")
-        return math.ceil(kept) * train.compute.itemsize + waiting * self._head_gradient()
+        head = tokens * model.sizes.hidden if self._has_head else 0
+        kept = self.waiting * (tokens * layers + head)
+        kept += tokens * again * (train.recompute != "none")
+        return math.ceil(kept) * train.compute.itemsize + math.ceil(
+            self.waiting * self._head_gradient()
+        )
 
     def _sequences(self) -> int:
         """Of one micro-batch of a rank; more replicas have more of them in all."""
         mesh, parts = self.config.mesh, self.config.pipeline.microbatches
         return self.config.train.global_batch // (mesh.readers * parts)
 
-    def _waiting(self) -> int:
-        """Micro-batches between their forward and their backward pass, at most."""
-        pipe = self.config.pipeline
-        if pipe.schedule == "gpipe":
-            return pipe.microbatches
-        return min(pipe.microbatches, self.topology.pp - self.index)
+    @property
+    def _has_head(self) -> bool:
+        return any(model.lm_head is not None for model in self.models)
 
     def _head_gradient(self) -> int:
-        if self.model.lm_head is None:
+        if not self._has_head:
             return 0
-        sizes = self.model.config.sizes
+        sizes = self.models[0].config.sizes
         return (
             -(-sizes.vocab // self.topology.tp) * sizes.hidden * self.config.train.stored.itemsize
         )
-
-
-def _part(index: int, topology: Topology, layers: int) -> Stage:
-    """What a pipeline rank has of the model."""
-    counts = topology.layers_per_stage(layers)
-    first = sum(counts[:index])
-    own = range(first, first + counts[index])
-    return Stage(first=index == 0, last=index == topology.pp - 1, layers=own)
 
 
 def _parts(cut: Cut, topology: Topology) -> int:

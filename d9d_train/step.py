@@ -16,7 +16,7 @@ from d9d_train.models.decoder import CausalLM
 from d9d_train.optim.adamw import AdamW
 from d9d_train.optim.clip import clip_, replicas, total_norm
 from d9d_train.parallel.pipeline.run import Executor
-from d9d_train.parallel.stages import sum_tied
+from d9d_train.parallel.stages import follow_tied, sum_tied
 
 Judge = Callable[[float, float], bool]
 """(loss, gradient norm) -> whether the step is good to be applied."""
@@ -92,6 +92,7 @@ class Stepper:
             if math.isfinite(self.max_norm):
                 clip_(self._grads(), norm, self.max_norm)
             self.optimizer.step(lr)
+            follow_tied(self.stages)
             self._rebalance(loads)
         self.clear()
         return Outcome(loss_now, norm_now, int(count), applied, load)

@@ -2,6 +2,7 @@
 
     python tools/parity.py                              # all of them: some minutes on 2 cores
     python tools/parity.py --only cp=8 --json out.json  # those whose line has these words in it
+    python tools/parity.py --schedules                  # every schedule x micro-batches on pipelines
 
 Each topology trains two steps on forked gloo ranks, with the code and the config of a real run (packed
 documents, dropout, balance loss and balance bias, clipping). Compared are the loss and the norm of each
@@ -14,7 +15,7 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "tests")]
 
-from helpers.axes import EIGHT, SIX, config_of
+from helpers.axes import EIGHT, PIPELINES, SIX, config_of, schedules
 from helpers.trainers import (
     BOUND,
     Difference,
@@ -31,6 +32,7 @@ from helpers.trainers import (
     difference,
     documents,
     spread,
+    spread_all,
 )
 
 SECONDS = 180.0
@@ -76,6 +78,15 @@ class Parity:
             found, error = None, str(failure)
         return Outcome(line, time.perf_counter() - begun, found, error)
 
+    def of_all(self, lines: Sequence[str]) -> Iterator[Outcome]:
+        """Run one pipeline's schedules in one launch, and compare each."""
+        begun = time.perf_counter()
+        many = [config_of(line, self._tokens) for line in lines]
+        runs = spread_all(many)
+        seconds = (time.perf_counter() - begun) / len(lines)
+        for line, made, ranks in zip(lines, many, runs, strict=True):
+            yield Outcome(line, seconds, difference(made, self._whole(line), ranks))
+
     def _whole(self, line: str) -> Trained:
         model = line.split()[0]
         if model not in self._alone:
@@ -89,8 +100,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--only", default="", metavar="WORDS", help="part of a topology's line")
     parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument(
+        "--schedules", action="store_true", help="pipelines, each schedule of theirs"
+    )
     args = parser.parse_args(argv)
-    lines = [line for line in EIGHT + SIX if args.only in line]
+    lines = [line for line in (PIPELINES if args.schedules else EIGHT + SIX) if args.only in line]
     if not lines:
         parser.error(f"no topology has {args.only!r} in its line")
     begun = time.perf_counter()
@@ -99,8 +113,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         parity = Parity(documents(Path(folder) / "tokens.bin"))
         for line in lines:
-            outcomes.append(parity.of(line))
-            print(told(outcomes[-1]), flush=True)
+            found = parity.of_all(schedules(line)) if args.schedules else [parity.of(line)]
+            for outcome in found:
+                outcomes.append(outcome)
+                print(told(outcome), flush=True)
     missed = [outcome for outcome in outcomes if not outcome.good]
     seconds = time.perf_counter() - begun
     worst = max((o.found.worst for o in outcomes if o.found), default=float("nan"))

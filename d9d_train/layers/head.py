@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 
-from d9d_kernels import linear_cross_entropy
+from d9d_kernels import gradmask, linear_cross_entropy
 from d9d_kernels.lang import runs_triton
 from d9d_train.batch import IGNORED
 from d9d_train.collectives import gather
@@ -137,4 +137,10 @@ class _TokenLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         x_grad, weight_grad = ctx.saved_tensors
-        return x_grad * grad.to(x_grad.dtype), (weight_grad * grad).to(ctx.dtype), None, None
+        need_x, need_weight, *_ = gradmask.needs(ctx)
+        return (
+            x_grad * grad.to(x_grad.dtype) if need_x else None,
+            (weight_grad * grad).to(ctx.dtype) if need_weight else None,
+            None,
+            None,
+        )

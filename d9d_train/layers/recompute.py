@@ -64,6 +64,8 @@ def checkpointed(block: M, mode: Mode) -> M:
         return run(forward, *args)
 
     block.forward = again
+    # Each part of a split backward pass would compute all of it again.
+    block.whole_backward = True  # type: ignore[assignment]
     return block
 
 

@@ -1,5 +1,6 @@
 """This rank's stages of a model: built empty, cut over every axis, then given memory."""
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -8,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from d9d_ckpt.layout.topology import Topology
 from d9d_ckpt.models.family import EMBEDDING, HEAD, placements_of
 from d9d_ckpt.models.registry import family_of
 from d9d_train.layers.dropout import Dropout
@@ -61,24 +63,31 @@ def build_stages(
     Raises:
         LayoutError: The axes do not divide the model, with the numbers.
     """
+    layers, rank = read_config(raw).sizes.layers, mesh.axis("pp").rank
     return {
         index: _built(raw, stage, mesh, options, parallel, seed=seed)
-        for index, stage in stages_of(raw, mesh).items()
+        for index, stage in stages_of(mesh.topology, layers, rank).items()
     }
 
 
-def stages_of(raw: Mapping[str, Any], mesh: Mesh) -> dict[int, Stage]:
-    """What each stage of this pipeline rank holds, by the index of the stage."""
-    topology = mesh.topology
-    counts = topology.layers_per_stage(read_config(raw).sizes.layers)
-    rank = mesh.axis("pp").rank
-    out, first = {}, 0
-    for index, count in enumerate(counts):
-        if topology.pipeline_rank(index) == rank:
-            layers = range(first, first + count)
-            out[index] = Stage(first=index == 0, last=index == len(counts) - 1, layers=layers)
-        first += count
-    return out
+def stages_of(topology: Topology, layers: int, rank: int) -> dict[int, Stage]:
+    """What each stage of a pipeline rank holds, by the index of the stage.
+
+    Args:
+        topology: The axes, with the stages of a rank.
+        layers: Of the model.
+        rank: Along pp.
+    """
+    counts = topology.layers_per_stage(layers)
+    firsts = (0, *itertools.accumulate(counts))
+    last = len(counts) - 1
+    return {
+        index: Stage(
+            first=index == 0, last=index == last, layers=range(firsts[index], firsts[index + 1])
+        )
+        for index in range(len(counts))
+        if topology.pipeline_rank(index) == rank
+    }
 
 
 def _built(
@@ -142,21 +151,24 @@ def _cut_sequences(model: nn.Module, mesh: Mesh, balance: float) -> None:
 
 
 def named_parameters(stages: Mapping[int, CausalLM]) -> dict[str, nn.Parameter]:
-    """The parameters of this rank's stages, by the names that a checkpoint knows them by."""
-    return {
-        saved_name(name, tied=stage.config.sizes.tied): parameter
-        for stage in stages.values()
-        for name, parameter in stage.named_parameters()
-    }
+    """The parameters of this rank's stages, by the names that a checkpoint knows them by.
+
+    Of a tied model both of whose ends are here, in different stages, the embedding: see `follow_tied`.
+    """
+    out: dict[str, nn.Parameter] = {}
+    for _, stage in sorted(stages.items()):
+        for name, parameter in stage.named_parameters():
+            out.setdefault(saved_name(name, tied=stage.config.sizes.tied), parameter)
+    return out
 
 
 def saved_tensors(stages: Mapping[int, CausalLM]) -> dict[str, torch.Tensor]:
     """Parameters and saved buffers, by the names that a checkpoint knows them by."""
-    return {
-        saved_name(name, tied=stage.config.sizes.tied): value.detach()
-        for stage in stages.values()
-        for name, value in stage.state_dict(keep_vars=True).items()
-    }
+    out: dict[str, torch.Tensor] = {}
+    for _, stage in sorted(stages.items()):
+        for name, value in stage.state_dict(keep_vars=True).items():
+            out.setdefault(saved_name(name, tied=stage.config.sizes.tied), value.detach())
+    return out
 
 
 def saved_name(name: str, *, tied: bool) -> str:
@@ -165,21 +177,48 @@ def saved_name(name: str, *, tied: bool) -> str:
 
 
 def sum_tied(stages: Mapping[int, CausalLM], mesh: Mesh) -> None:
-    """Add up the gradients of embedding and tied head where these are on different pipeline ranks.
+    """Add up the gradients of embedding and tied head where these are in different stages.
 
-    Both ranks hold the same shard and exchange its gradient. The sum of two does not depend on their
-    order, so the copies stay equal to the bit.
+    Two pipeline ranks hold the same shard and exchange its gradient. The sum of two does not depend on
+    their order, so the copies stay equal to the bit. On one rank the embedding takes both.
     """
     topology, pp = mesh.topology, mesh.axis("pp")
     ends = topology.pipeline_rank(0), topology.pipeline_rank(topology.pp * topology.virtual - 1)
-    if ends[0] == ends[1] or pp.rank not in ends:
-        return
-    peer = ends[1 - ends.index(pp.rank)]
-    for stage in stages.values():
-        end = stage.model.embed_tokens or stage.lm_head
-        if stage.config.sizes.tied and end is not None:
-            assert end.weight.grad is not None  # noqa: S101 - the loss reaches both ends
-            _add(shard(end.weight.grad), peer, pp)
+    here = _tied_ends(stages)
+    if len(here) == _BOTH:
+        embedding, head = here
+        shard(_grad(embedding)).add_(shard(_grad(head)))
+        head.grad = None
+    elif here and ends[0] != ends[1]:
+        _add(shard(_grad(here[0])), ends[1 - ends.index(pp.rank)], pp)
+
+
+@torch.no_grad()
+def follow_tied(stages: Mapping[int, CausalLM]) -> None:
+    """Give a tied head of another stage on this rank the values of the embedding, after these changed."""
+    here = _tied_ends(stages)
+    if len(here) == _BOTH:
+        embedding, head = here
+        shard(head).copy_(shard(embedding))
+
+
+_BOTH = 2
+
+
+def _tied_ends(stages: Mapping[int, CausalLM]) -> list[nn.Parameter]:
+    """Embedding and head of a tied model, as far as they are here and not one parameter."""
+    found = []
+    for _, stage in sorted(stages.items()):
+        if stage.config.sizes.tied:
+            found += [
+                end.weight for end in (stage.model.embed_tokens, stage.lm_head) if end is not None
+            ]
+    return list(dict.fromkeys(found))
+
+
+def _grad(parameter: nn.Parameter) -> torch.Tensor:
+    assert parameter.grad is not None  # noqa: S101 - the loss reaches both ends
+    return parameter.grad
 
 
 def _add(mine: torch.Tensor, peer: int, axis: Axis) -> None:

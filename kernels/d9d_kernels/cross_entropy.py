@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from d9d_kernels import launch, reference
+from d9d_kernels import gradmask, launch, reference
 from d9d_kernels.lang import apply, ceil_div, constexpr, jit, runs_triton, tensor, tl
 from d9d_kernels.types import Reducer
 
@@ -313,9 +313,10 @@ class _LinearCrossEntropy(Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         dx, dw = ctx.saved_tensors
+        need_x, need_weight, *_ = gradmask.needs(ctx)
         return (
-            None if dx is None else scaled(dx, grads[0], ctx.x_dtype),
-            None if dw is None else scaled(dw, grads[0], ctx.weight_dtype),
+            scaled(dx, grads[0], ctx.x_dtype) if need_x and dx is not None else None,
+            scaled(dw, grads[0], ctx.weight_dtype) if need_weight and dw is not None else None,
             None,
             None,
         )

@@ -12,7 +12,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from d9d_kernels import reference
+from d9d_kernels import gradmask, reference
 from d9d_kernels.lang import apply, ceil_div, constexpr, jit, runs_triton, tensor, tl
 
 # Rows of every operand start on 16 bytes, or the product is refused.
@@ -62,7 +62,7 @@ class _GroupedMM(Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weights, offsets = ctx.saved_tensors
         dy = grads[0].contiguous()
-        need_x, need_weights, _ = ctx.needs_input_grad
+        need_x, need_weights, _ = gradmask.needs(ctx)
         dx = _product(dy, weights, offsets) if need_x else None
         dw = functional.grouped_mm(dy.t(), x, offs=offsets) if need_weights else None
         return dx, dw, None

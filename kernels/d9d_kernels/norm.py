@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from d9d_kernels import launch, reference
+from d9d_kernels import gradmask, launch, reference
 from d9d_kernels.lang import apply, ceil_div, constexpr, jit, processors, runs_triton, tensor, tl
 
 # A program holds a row in registers; longer rows take the reference.
@@ -130,12 +130,15 @@ class _RMSNorm(Function):
                 num_warps=tile.warps,
             )
         ctx.save_for_backward(flat, weight, rstd)
-        ctx.zero_centred = zero_centred
+        ctx.zero_centred, ctx.weight_grad = zero_centred, None
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        need_x, need_weight, *_ = gradmask.needs(ctx)
+        if ctx.weight_grad is not None and not need_x:
+            return None, ctx.weight_grad, None, None
         flat, weight, rstd = ctx.saved_tensors
         dy = grads[0].contiguous()
         rows, dim = flat.shape
@@ -166,7 +169,12 @@ class _RMSNorm(Function):
         )
         if not ctx.needs_input_grad[1]:
             return dx, None, None, None
-        return dx, parts[0] if programs == 1 else sum_rows(parts, weight.dtype), None, None
+        weight_grad = parts[0] if programs == 1 else sum_rows(parts, weight.dtype)
+        if need_weight:
+            return dx, weight_grad, None, None
+        # Of a backward pass in parts: one kernel gives both, the second part takes what is there.
+        ctx.weight_grad = weight_grad
+        return dx, None, None, None
 
 
 def _rows(x: Tensor, dim: int) -> Tensor:

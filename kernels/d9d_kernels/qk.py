@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from d9d_kernels import launch, reference
+from d9d_kernels import gradmask, launch, reference
 from d9d_kernels.lang import (
     apply,
     ceil_div,
@@ -350,11 +350,15 @@ class _QKNormRoPE(Function):
             )
         ctx.save_for_backward(q, k, q_weight, k_weight, cos, sin)
         ctx.eps, ctx.zero_centred, ctx.interleaved = eps, zero_centred, interleaved
+        ctx.weight_grads = None
         return q_out, k_out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        need_q, need_k, *need_weights = gradmask.needs(ctx)[:4]
+        if ctx.weight_grads is not None and not (need_q or need_k):
+            return None, None, *ctx.weight_grads, None, None, None, None, None
         q, k, q_weight, k_weight, cos, sin = ctx.saved_tensors
         dq_out, dk_out = (g.contiguous() for g in grads)
         dq, dk = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k))
@@ -394,7 +398,11 @@ class _QKNormRoPE(Function):
         q_grad, k_grad = ctx.needs_input_grad[2:4]
         dq_weight = sum_rows(parts[0], q_weight.dtype) if q_grad else None
         dk_weight = sum_rows(parts[1], k_weight.dtype) if k_grad else None
-        return dq, dk, dq_weight, dk_weight, None, None, None, None, None
+        if need_weights == [q_grad, k_grad]:
+            return dq, dk, dq_weight, dk_weight, None, None, None, None, None
+        # Of a backward pass in parts: one kernel gives all, the second part takes what is there.
+        ctx.weight_grads = dq_weight, dk_weight
+        return dq, dk, None, None, None, None, None, None, None
 
 
 def qk_norm_rope(

@@ -1,11 +1,13 @@
 """Topologies that have to compute what one process does, each a line of words."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from helpers.trainers import DENSE, MOE, SEQ_LEN, config
+from helpers.trainers import BATCH, DENSE, MOE, SEQ_LEN, config
 
+from d9d_ckpt.errors import LayoutError
 from d9d_train.config import Config
+from d9d_train.parallel.pipeline.schedule import BUILDERS, placement
 
 
 def _stretched(kind: str, **parameters: float) -> dict[str, Any]:
@@ -22,6 +24,8 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
     "moe-4": MOE | {"num_experts": 4},
     "moe-6": MOE
     | {"num_experts": 6, "head_dim": 6, "hidden_size": 36, "moe_intermediate_size": 12},
+    "moe-8": MOE | {"num_hidden_layers": 8},
+    "tied-8": DENSE | {"num_hidden_layers": 8},
     "moe-mixed": MOE | {"mlp_only_layers": [0, 3], "attention_bias": True},
     "llama": DENSE,
     "llama-untied": DENSE | {"tie_word_embeddings": False},
@@ -36,7 +40,7 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
         high_freq_factor=4.0,
     ),
 }
-"""moe-4: fewer experts than ranks that shard them; moe-6: sizes that they do not divide; moe-mixed:
+"""moe-8, tied-8: layers for two stages on each of four ranks; moe-4: fewer experts than ranks that shard them; moe-6: sizes that they do not divide; moe-mixed:
 stages without experts."""
 
 
@@ -171,3 +175,38 @@ moe-6 pp=2 dp_replicate=2 dp_shard=2 cp=2 tp=2 ep=2 stages=1+3 microbatches=4
 llama pp=2 dp_replicate=2 dp_shard=2 cp=2 tp=2 context=ulysses microbatches=4
 """.strip().splitlines()
 """All axes at once, on 32 processes."""
+
+PIPELINES = """
+moe-8 pp=2
+moe-8 pp=4
+moe-8 pp=2 dp_shard=2
+moe-8 pp=4 dp_shard=2
+moe-8 pp=2 tp=2
+moe-8 pp=4 tp=2
+moe-8 pp=2 cp=2
+moe-8 pp=4 cp=2
+moe-8 pp=2 dp_shard=2 ep=2
+moe-8 pp=4 dp_shard=2 ep=2
+moe-8 pp=2 dp_shard=2 cp=2 tp=2 ep=4
+tied-8 pp=2 recompute=layer
+tied-8 pp=4 dp_shard=2
+""".strip().splitlines()
+"""Pipelines alone, with each other axis, and with all; each for every schedule."""
+
+
+def schedules(line: str, microbatches: Sequence[int] = (1, 2, 4, 8, 16)) -> list[str]:
+    """A pipeline's line with every schedule and number of micro-batches that can be had."""
+    words = dict(word.split("=") for word in line.split()[1:])
+    ranks, readers = int(words["pp"]), int(words.get("dp_shard", 1))
+    out = []
+    for name, builder in BUILDERS.items():
+        virtual, _ = placement(name)
+        for count in microbatches:
+            if name == "forward_only" or BATCH % (readers * count):
+                continue
+            try:
+                builder(virtual * ranks, ranks, count)
+            except LayoutError:
+                continue  # fewer micro-batches than the schedule needs, or no whole rounds of them
+            out.append(f"{line} schedule={name} microbatches={count}")
+    return out

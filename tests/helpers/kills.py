@@ -81,7 +81,7 @@ def lives(place: Place, steps: int, draw: random.Random) -> Iterator[Life]:
     """Start a run that is killed, and again, for as long as somebody asks or until it is over."""
     while True:
         began, _ = state(place)
-        world = place.config(steps, WHERE).mesh.topology.world
+        world = place.config(steps, WHERE).topology.world
         kill = Kill.drawn(draw, world)
         made = place.config(
             steps, WHERE, SAME, {"checkpoint": {"every": kill.every, "keep_last": 3}}

@@ -109,7 +109,7 @@ class Place:
     def train(self, steps: int, *parts: Sections) -> None:
         """Run up to a step on forked ranks."""
         made = self.config(steps, *parts)
-        launch(made.mesh.topology.world, lambda rank: train(made), timeout=180)
+        launch(made.topology.world, lambda rank: train(made), timeout=180)
 
     def lines(self) -> list[dict[str, Any]]:
         """What was told of the steps."""

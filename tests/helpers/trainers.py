@@ -1,6 +1,6 @@
 """Whole runs on forked ranks, and what they compute beside what one process does."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -136,7 +136,7 @@ class Trained:
 
 def trained(made: Config, rank: int) -> Trained:
     """Some steps on this rank, by the code that trains."""
-    mesh = mesh_of(made.mesh.topology, "cpu")
+    mesh = mesh_of(made.topology, "cpu")
     with ExitStack() as stack:
         run = built(made, model_config(made.model), mesh, Progress(), stack)
         for stage in run.stages.values():
@@ -194,7 +194,14 @@ def alone(made: Config) -> Trained:
 
 def spread(made: Config, timeout: float = 120.0) -> list[Trained]:
     """What every rank of a topology computes."""
-    return launch(made.mesh.topology.world, lambda rank: trained(made, rank), timeout=timeout)
+    return launch(made.topology.world, lambda rank: trained(made, rank), timeout=timeout)
+
+
+def spread_all(many: Sequence[Config], timeout: float = 600.0) -> list[list[Trained]]:
+    """What every rank computes of each of several runs of one world, one after the other in one launch."""
+    world = many[0].topology.world
+    ranks = launch(world, lambda rank: [trained(made, rank) for made in many], timeout=timeout)
+    return [list(run) for run in zip(*ranks, strict=True)]
 
 
 def difference(made: Config, whole: Trained, ranks: list[Trained]) -> Difference:
@@ -233,7 +240,7 @@ def _tensors(
 ) -> Iterator[tuple[str, float]]:
     """Each tensor's difference, over the largest element; where all is zero, zero or infinite."""
     assert {name for rank in ranks for name in rank} == set(whole)
-    topology, raw = made.mesh.topology, model_config(made.model)
+    topology, raw = made.topology, model_config(made.model)
     family = family_of(raw)
     placed = placements_of(family, family.config(raw))
     for name, expected in whole.items():

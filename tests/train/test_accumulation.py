@@ -17,7 +17,7 @@ COUNTED = ("reduce_scatter", "all_gather_into", "all_gather_single", "all_to_all
 
 def calls(made, rank):
     """Collectives of FSDP and of experts that one step begins on this rank, by kind."""
-    mesh = mesh_of(made.mesh.topology, "cpu")
+    mesh = mesh_of(made.topology, "cpu")
     with ExitStack() as stack:
         run = built(made, model_config(made.model), mesh, Progress(), stack)
         counts = dict.fromkeys(COUNTED, 0)

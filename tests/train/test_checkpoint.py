@@ -53,7 +53,7 @@ def said(config: Config, rank: int) -> tuple[list[str], str]:
 
 def run(config: Config) -> tuple[list[str], str]:
     """The same of all ranks, which are refused alike."""
-    ranks = launch(config.mesh.topology.world, lambda rank: said(config, rank))
+    ranks = launch(config.topology.world, lambda rank: said(config, rank))
     assert {refusal for _, refusal in ranks} == {ranks[0][1]}
     return ranks[0]
 

@@ -79,7 +79,7 @@ def refused(path: str, *overrides: str) -> str:
 
 def test_the_example_of_the_interface_loads(example):
     config = load_config(example)
-    assert config.mesh.topology.world == 8
+    assert config.topology.world == 8
     assert (config.train.steps, config.train.dtype, config.train.deterministic) == (
         6,
         "float64",
@@ -339,15 +339,49 @@ def test_a_stage_without_layers_is_refused(example):
     assert refused(example, "mesh.stages=[4, 0]") == message
 
 
-@pytest.mark.parametrize("name", ["interleaved", "looped_bfs", "zb1p", "zbv", "dualpipev"])
-def test_schedules_to_come_are_refused_plainly(example, name):
-    message = f"pipeline.schedule: {name} is not available yet; gpipe and 1f1b are"
-    assert refused(example, f"pipeline.schedule={name}") == message
+@pytest.mark.parametrize(
+    ("name", "virtual", "order"),
+    [
+        ("1f1b", 1, "loop"),
+        ("zb1p", 1, "loop"),
+        ("interleaved", 2, "loop"),
+        ("looped_bfs", 2, "loop"),
+        ("zbv", 2, "v"),
+        ("dualpipev", 2, "v"),
+    ],
+)
+def test_a_schedule_puts_stages_on_ranks(example, name, virtual, order):
+    topology = load_config(example, [f"pipeline.schedule={name}"]).topology
+    assert (topology.virtual, topology.order) == (virtual, order)
 
 
-def test_a_schedule_from_a_file_is_refused_plainly(example):
-    message = "pipeline.csv: my.csv is not available yet; gpipe and 1f1b are"
-    assert refused(example, "pipeline.csv=my.csv") == message
+def test_interleaved_takes_any_number_of_stages_a_rank(example):
+    wanted = ["pipeline.schedule=interleaved", "pipeline.stages_per_rank=4"]
+    assert load_config(example, wanted).topology.virtual == 4
+    message = "pipeline.stages_per_rank: 0 must be at least 1"
+    assert refused(example, *wanted[:1], "pipeline.stages_per_rank=0") == message
+
+
+def test_layers_are_given_for_every_stage(example):
+    wanted = ["pipeline.schedule=interleaved", "mesh.stages=[1, 1, 1, 1]"]
+    assert load_config(example, wanted).topology.stages == (1, 1, 1, 1)
+    message = "layout: 4 stages given for pp x virtual = 2 x 1"
+    with pytest.raises(LayoutError, match=re.escape(message)):
+        load_config(example, wanted[1:])
+
+
+def test_a_schedule_of_ones_own_says_where_stages_are(example, tmp_path):
+    path = tmp_path / "my.csv"
+    path.write_text("0F0,3F0,3B0,0B0\n1F0,2F0,2B0,1B0\n")
+    wanted = [f"pipeline.csv={path}", "pipeline.microbatches=1"]
+    made = load_config(example, wanted)
+    assert (made.topology.virtual, made.topology.order) == (2, "v")
+    assert made.pipeline.program(made.topology).microbatches == 1
+    other = load_config(example, [*wanted[:1], "pipeline.microbatches=2"])
+    message = f"pipeline.csv {path}: is for 2 ranks and 1 micro-batches; the run has pp=2 and "
+    with pytest.raises(LayoutError, match=re.escape(message)):
+        other.pipeline.program(other.topology)
+    assert refused(example, "pipeline.csv=absent").startswith("pipeline.csv absent: No such file")
 
 
 def test_a_step_to_resume_from_is_one_of_a_run(example):

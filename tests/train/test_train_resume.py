@@ -80,7 +80,7 @@ def test_the_same_topology_resumes_to_the_bit(where: Sections, tmp_path: Path):
 )
 def test_a_resume_goes_on_with_the_next_global_sample(where: Sections, before: Place):
     made = before.config(HALF + 2, where)
-    seen = launch(made.mesh.topology.world, lambda rank: samples(made, 2))
+    seen = launch(made.topology.world, lambda rank: samples(made, 2))
     copies = len(seen) // made.mesh.readers
     for step in range(2):
         first = (HALF + step) * BATCH
@@ -99,7 +99,7 @@ def before(tmp_path_factory: pytest.TempPathFactory) -> Place:
 def samples(made: Config, steps: int) -> list[list[int]]:
     """Numbers of the samples that this rank gets in the next steps of a run."""
     with ExitStack() as stack:
-        mesh = mesh_of(made.mesh.topology, "cpu")
+        mesh = mesh_of(made.topology, "cpu")
         run = built(made, model_config(made.model), mesh, Progress(), stack)
         return [
             [int(n) for batch in next(run.loader).batches for n in batch.samples]

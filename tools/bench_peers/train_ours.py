@@ -31,7 +31,7 @@ def prepare(case: Case) -> Trainee:
     """A run on one GPU, which stays open until the process ends."""
     config = _config(case)
     device = _open.enter_context(started(deterministic=False))
-    mesh = mesh_of(config.mesh.topology, device)
+    mesh = mesh_of(config.topology, device)
     run = built(config, case.config, mesh, Progress(), _open)
     stepper, batches = run.stepper, [_batch(tokens) for tokens in random_tokens(case, device)]
     counted, taken = case.sequences * case.length, 0

@@ -1,25 +1,30 @@
 """A pipeline rank executes its part of a program."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
 from itertools import groupby
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from d9d_ckpt.errors import LayoutError
 from d9d_train.batch import Batch
 from d9d_train.mesh import Axis
-from d9d_train.parallel.pipeline.actions import SENDS, Action, Kind, Program, given, taken
+from d9d_train.parallel.pipeline.actions import (
+    GRADIENTS,
+    OF_STAGE,
+    SENDS,
+    Action,
+    Kind,
+    Program,
+    given,
+    taken,
+)
+from d9d_train.parallel.pipeline.split import Graph, splits
 
 TransferSpec = Callable[[Batch], tuple[Sequence[int], torch.dtype]]
 """Shape and dtype of what goes from stage to stage for a micro-batch."""
-
-_EXECUTED = frozenset(
-    {Kind.FORWARD, Kind.BACKWARD, Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B}
-)
 
 
 class PipelineError(RuntimeError):
@@ -28,6 +33,11 @@ class PipelineError(RuntimeError):
 
 def _ignore(_: object) -> None:
     """What is done for who does not ask."""
+
+
+def _plain(_stage: int, _last: bool) -> AbstractContextManager[None]:
+    """What surrounds the gradients of weights where they are nobody else's."""
+    return nullcontext()
 
 
 class Executor:
@@ -43,11 +53,15 @@ class Executor:
         transfer_spec: Shape and dtype of what goes between stages.
         on_action: Called with each action before it is done; consecutive messages then go as one batch.
         on_first: Called with a stage before its first computation of a step or evaluation.
-        on_last_backward: Called with a stage before its last backward pass of a step, where gradients
-            can be reduced once for all micro-batches.
+        on_last_backward: Called with a stage before its last backward pass of a step, if that is a whole
+            one: gradients can be reduced once for all micro-batches, each as soon as it is there.
+        on_weights: Called with a stage and whether they are its last of a step; surrounds gradients of
+            weights apart from those of inputs. The last time, gradients are reduced afterwards.
+        on_stage: Called with what concerns a whole stage: UNSHARD, RESHARD, REDUCE_GRAD. Where a program
+            has the latter, neither of the former two hooks has to reduce.
 
     Raises:
-        LayoutError: The program is for other ranks or stages, or has actions that are not executed.
+        LayoutError: The program is for other ranks or stages.
     """
 
     def __init__(
@@ -60,6 +74,8 @@ class Executor:
         on_action: Callable[[Action], None] = _ignore,
         on_first: Callable[[int], None] = _ignore,
         on_last_backward: Callable[[int], None] = _ignore,
+        on_weights: Callable[[int, bool], AbstractContextManager[None]] = _plain,
+        on_stage: Callable[[Action], None] = _ignore,
     ) -> None:
         _check_executable(stages, program, axis)
         self.stages = stages
@@ -68,11 +84,18 @@ class Executor:
         self.on_action = on_action
         self.on_first = on_first
         self.on_last_backward = on_last_backward
+        self.on_weights = on_weights
+        self.on_stage = on_stage
         self.rank_of = program.rank_of
         self.length = program.stages
         self._microbatches = program.microbatches
         self._actions = program.ranks[axis.rank]
         self._forward = program.forward.ranks[axis.rank]
+        self.split = {
+            (a.stage, a.microbatch)
+            for a in self._actions
+            if a.kind is Kind.INPUT and splits(stages[a.stage])
+        }
         self._met = axis.size == 1
 
     def step(self, batches: Sequence[Batch], scale: float | torch.Tensor) -> list[torch.Tensor]:
@@ -119,21 +142,6 @@ class Executor:
             self._met = True
 
 
-@dataclass(frozen=True, slots=True)
-class _Graph:
-    """What a forward pass leaves for its backward pass.
-
-    The output itself is not kept, so that its memory is free once it is sent.
-
-    Attributes:
-        hidden: The stage's input, a leaf; None at the first stage.
-        out: Where the backward pass starts; None when nothing in the stage is learnt.
-    """
-
-    hidden: torch.Tensor | None
-    out: GradientEdge | None
-
-
 class _Walk:
     """One execution of a program by one rank: what it holds goes with it, also when it fails."""
 
@@ -148,15 +156,16 @@ class _Walk:
         self._batches = batches
         self._scale = scale
         self._values: dict[Action, torch.Tensor] = {}  # by the message that brings or takes them
-        self._graphs: dict[tuple[int, int], _Graph] = {}  # by stage and micro-batch
+        self._graphs: dict[tuple[int, int], Graph] = {}  # by stage and micro-batch
         self._receiving: dict[Action, dist.Work] = {}
         self._sending: list[tuple[Action, dist.Work, torch.Tensor]] = []
+        self._lasts: dict[int, Action] = {}
 
     def run(self, actions: Sequence[Action]) -> None:
         """Do them in order, consecutive messages at once."""
         computations = [action for action in actions if not action.is_message]
         firsts = {action.stage: action for action in reversed(computations)}
-        lasts = {a.stage: a for a in computations if a.kind is Kind.BACKWARD}
+        self._lasts = _lasts(computations)
         for messages, group in groupby(actions, lambda action: action.is_message):
             if messages:
                 self._exchange(tuple(group))
@@ -165,14 +174,19 @@ class _Walk:
                 self._executor.on_action(action)
                 if action is firsts[action.stage]:
                     self._executor.on_first(action.stage)
-                if action is lasts.get(action.stage):
-                    self._executor.on_last_backward(action.stage)
                 self._compute(action)
         self._finish_sends()
 
     def _compute(self, action: Action) -> None:
         try:
-            (self._forward if action.kind is Kind.FORWARD else self._backward)(action)
+            if action.kind in OF_STAGE:
+                self._executor.on_stage(action)
+            elif action.kind is Kind.FORWARD:
+                self._forward(action)
+            elif action.kind in GRADIENTS:
+                self._backward(action)
+            else:
+                self._weights(action)
         except Exception as error:
             error.add_note(f"pipeline: in {action} on pipeline rank {self._executor.axis.rank}")
             raise
@@ -182,10 +196,12 @@ class _Walk:
         hidden = self._take(taken(action, self._executor.length))
         if hidden is not None:
             hidden.requires_grad_(torch.is_grad_enabled())
-        out = self._executor.stages[stage](hidden, self._batches[microbatch])
+        graph = Graph(hidden, split=(stage, microbatch) in self._executor.split)
+        with graph.recording():
+            out = self._executor.stages[stage](hidden, self._batches[microbatch])
         if torch.is_grad_enabled():
-            edge = get_gradient_edge(out) if out.requires_grad else None
-            self._graphs[stage, microbatch] = _Graph(hidden, edge)
+            graph.end(out)
+            self._graphs[stage, microbatch] = graph
         message = given(action, self._executor.length)
         if message is None:
             self.outputs[microbatch] = out.detach()
@@ -193,16 +209,27 @@ class _Walk:
             self._give(message, out)
 
     def _backward(self, action: Action) -> None:
-        microbatch = _microbatch(action)
-        graph = self._graphs.pop((action.stage, microbatch))
+        key = action.stage, _microbatch(action)
         grad = self._take(taken(action, self._executor.length))
         if grad is None:
-            grad = torch.as_tensor(self._scale).to(self.outputs[microbatch])
-        if graph.out is not None:
-            torch.autograd.backward(graph.out, grad)
+            grad = torch.as_tensor(self._scale).to(self.outputs[key[1]])
+        if action.kind is Kind.INPUT:
+            graph = self._graphs[key]
+            graph.inputs(grad)
+        else:
+            graph = self._graphs.pop(key)
+            if action is self._lasts.get(action.stage):
+                self._executor.on_last_backward(action.stage)
+            graph.whole(grad)
         message = given(action, self._executor.length)
         if message is not None:
             self._give(message, _gradient(graph, action))
+
+    def _weights(self, action: Action) -> None:
+        graph = self._graphs.pop((action.stage, _microbatch(action)))
+        last = action is self._lasts.get(action.stage)
+        with self._executor.on_weights(action.stage, last):
+            graph.weights()
 
     def _give(self, message: Action, value: torch.Tensor) -> None:
         """Leave a result for its send, or for the stage that takes it where that is on this rank."""
@@ -274,12 +301,20 @@ def _microbatch(action: Action) -> int:
     return action.microbatch
 
 
-def _gradient(graph: _Graph, action: Action) -> torch.Tensor:
-    if graph.hidden is None or graph.hidden.grad is None:
+def _lasts(actions: Sequence[Action]) -> dict[int, Action]:
+    """Of each stage whose gradients the program does not reduce by itself, the last that gives some."""
+    reduced = {action.stage for action in actions if action.kind is Kind.REDUCE_GRAD}
+    kinds = Kind.BACKWARD, Kind.WEIGHT
+    return {a.stage: a for a in actions if a.kind in kinds and a.stage not in reduced}
+
+
+def _gradient(graph: Graph, action: Action) -> torch.Tensor:
+    gradient = graph.take()
+    if gradient is None:
         raise RuntimeError(
             f"{action}: what stage {action.stage} gives does not depend on its input"
         )
-    return graph.hidden.grad
+    return gradient
 
 
 def _check_sent(
@@ -303,9 +338,3 @@ def _check_executable(stages: Mapping[int, nn.Module], program: Program, axis: A
         raise LayoutError(
             f"pipeline: rank {axis.rank} runs stages {sorted(wanted)} and has {sorted(stages)}"
         )
-    for action in actions:
-        if action.kind not in _EXECUTED:
-            raise LayoutError(
-                f"pipeline: {action} of rank {axis.rank} is not executed yet; "
-                f"only {', '.join(kind for kind in Kind if kind in _EXECUTED)} are"
-            )

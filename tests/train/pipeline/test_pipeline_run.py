@@ -1,8 +1,10 @@
-"""The executor on gloo ranks: losses and gradients of one process, each backward once, and what is held."""
+"""The executor on gloo ranks: losses and gradients of one process, each part once, and what is held."""
 
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import product
 from typing import Any, ClassVar
 
 import pytest
@@ -16,11 +18,14 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from d9d_ckpt.errors import LayoutError
+from d9d_kernels.gradmask import needs
 from d9d_train.batch import Batch
 from d9d_train.mesh import Axis
 from d9d_train.parallel.pipeline.actions import Action, Kind, Program, parse
+from d9d_train.parallel.pipeline.communicate import with_communication
 from d9d_train.parallel.pipeline.run import Executor
-from d9d_train.parallel.pipeline.schedule import build, with_communication
+from d9d_train.parallel.pipeline.schedule import BUILDERS, build, placement
+from d9d_train.parallel.pipeline.simulate import simulate
 
 SIZE, WIDTH, VOCAB = 2, 8, 11
 MICROBATCHES = (1, 2, 4, 8)
@@ -32,21 +37,30 @@ class Token:
 
 
 class Counted(torch.autograd.Function):
-    """Identity that counts its backward passes and how many of its nodes are alive."""
+    """A product that counts the parts of its backward passes and how many of its nodes are alive."""
 
     alive: ClassVar[weakref.WeakSet[Token]] = weakref.WeakSet()
-    backward_passes: ClassVar[Counter[tuple[int, int]]] = Counter()
+    parts: ClassVar[Counter[tuple[int, int, str]]] = Counter()
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, stage: int, microbatch: int) -> torch.Tensor:
-        ctx.token, ctx.stage, ctx.microbatch = Token(), stage, microbatch
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, stage: int, microbatch: int
+    ) -> torch.Tensor:
+        ctx.token, ctx.key = Token(), (stage, microbatch)
+        ctx.save_for_backward(x, weight)
         Counted.alive.add(ctx.token)
-        return x.clone()
+        return x @ weight
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        Counted.backward_passes[ctx.stage, ctx.microbatch] += 1
-        return grad, None, None
+        (x, weight), wanted, dx, dw = ctx.saved_tensors, needs(ctx), None, None
+        if wanted[0]:
+            Counted.parts[*ctx.key, "input"] += 1
+            dx = grad @ weight.T
+        if wanted[1]:
+            Counted.parts[*ctx.key, "weight"] += 1
+            dw = x.flatten(0, 1).T @ grad.flatten(0, 1)
+        return dx, dw, None, None
 
 
 class Stage(nn.Module):
@@ -57,6 +71,7 @@ class Stage(nn.Module):
         torch.manual_seed(100 + index)
         self.index = index
         self.embed = nn.Embedding(VOCAB, WIDTH, dtype=torch.float64) if index == 0 else None
+        self.mix = nn.Parameter(torch.randn(WIDTH, WIDTH, dtype=torch.float64) / WIDTH**0.5)
         self.up = nn.Linear(WIDTH, 2 * WIDTH, dtype=torch.float64)
         self.down = nn.Linear(2 * WIDTH, WIDTH, dtype=torch.float64)
         last = index == stages - 1
@@ -65,7 +80,7 @@ class Stage(nn.Module):
 
     def forward(self, hidden: torch.Tensor | None, batch: Batch) -> torch.Tensor:
         x = hidden if self.embed is None else self.embed(batch.tokens)
-        x = Counted.apply(x, self.index, int(batch.samples[0]) // SIZE)
+        x = x + Counted.apply(x, self.mix, self.index, int(batch.samples[0]) // SIZE)
         x = x + self.down(torch.tanh(self.up(x)))
         if self.head is None:
             self.outputs.append(StorageWeakRef(x.untyped_storage()))
@@ -136,13 +151,18 @@ class Trace:
     def on_last_backward(self, stage: int) -> None:
         self.hooks.append(("last", stage, len(self.actions) - 1))
 
+    @contextmanager
+    def on_weights(self, stage: int, last: bool) -> Iterator[None]:
+        self.hooks.append(("last weights" if last else "weights", stage, len(self.actions) - 1))
+        yield
+
 
 def check_step(program: Program, stages: int) -> Trace:
     """Run a step; compare everything with one process."""
     axis, microbatches, trace = world_axis(), program.microbatches, Trace()
     losses, modules = alone(stages, microbatches)
     Counted.alive.clear()
-    Counted.backward_passes.clear()
+    Counted.parts.clear()
     own = {s: Stage(s, stages) for s, rank in program.rank_of.items() if rank == axis.rank}
     executor = Executor(
         own,
@@ -152,6 +172,7 @@ def check_step(program: Program, stages: int) -> Trace:
         on_action=trace.on_action,
         on_first=trace.on_first,
         on_last_backward=trace.on_last_backward,
+        on_weights=trace.on_weights,
     )
     found = executor.step([microbatch(i) for i in range(microbatches)], SCALE)
     assert len(found) == (microbatches if stages - 1 in own else 0)
@@ -160,8 +181,8 @@ def check_step(program: Program, stages: int) -> Trace:
         whole = dict(modules[stage].named_parameters())
         for name, parameter in module.named_parameters():
             assert close(parameter.grad, whole[name].grad), (stage, name)
-    every = {(stage, i) for stage in own for i in range(microbatches)}
-    assert Counted.backward_passes == dict.fromkeys(every, 1)
+    every = product(own, range(microbatches), ("input", "weight"))
+    assert Counted.parts == dict.fromkeys(every, 1)
     assert trace.actions == list(program.ranks[axis.rank])
     assert len(Counted.alive) == 0
     check_hooks(trace, own)
@@ -169,12 +190,15 @@ def check_step(program: Program, stages: int) -> Trace:
 
 
 def check_hooks(trace: Trace, own: dict[int, Stage]) -> None:
-    """Each stage's first computation and last backward pass are told once, before they are done."""
-    expected = set()
+    """A stage's first computation, a last backward pass that is whole, and every one for weights."""
+    expected = []
     for stage in own:
         places = [i for i, a in enumerate(trace.actions) if a.stage == stage and not a.is_message]
-        backward = [i for i in places if trace.actions[i].kind is Kind.BACKWARD]
-        expected |= {("first", stage, places[0]), ("last", stage, backward[-1])}
+        weights = [i for i in places if trace.actions[i].kind is Kind.WEIGHT]
+        *_, last = (i for i in places if trace.actions[i].kind in (Kind.BACKWARD, Kind.WEIGHT))
+        expected.append(("first", stage, places[0]))
+        expected += [("weights", stage, i) for i in weights if i != last]
+        expected.append(("last weights" if last in weights else "last", stage, last))
     assert sorted(expected) == sorted(trace.hooks)
 
 
@@ -211,6 +235,19 @@ def test_steps_equal_one_process(pp: int) -> None:
     launch(pp, work)
 
 
+@pytest.mark.ranks
+@pytest.mark.parametrize("pp", [2, 4])
+def test_every_schedule_equals_one_process_and_holds_what_the_simulator_says(pp: int) -> None:
+    def work(rank: int) -> None:
+        for name in BUILDERS.keys() - {"forward_only"}:
+            stages = pp * placement(name)[0]
+            program = build(name, stages, pp, 2 * pp)
+            peak = simulate(program).peak_microbatches[rank]
+            assert check_step(program, stages).peak == peak * stages / pp, name
+
+    launch(pp, work)
+
+
 V_SHAPE = """0F0,0F1,0F2,3F0,3B0,3F1,3B1,0B0,3F2,0B1,3B2,0B2
 1F0,2F0,1F1,2F1,1F2,2F2,2B0,1B0,2B1,1B1,2B2,1B2"""
 
@@ -220,6 +257,107 @@ V_SHAPE = """0F0,0F1,0F2,3F0,3B0,3F1,3B1,0B0,3F2,0B1,3B2,0B2
 def test_stages_of_one_rank_hand_over_without_messages(text: str) -> None:
     program = with_communication(parse(text))
     launch(len(program.ranks), lambda _: check_step(program, program.stages) and None)
+
+
+def zero_bubble(ranks: int, microbatches: int, lag: int, *, last_first: bool = False) -> Program:
+    """1F1B of which gradients of weights come ``lag`` micro-batches after those of inputs, or at the end."""
+
+    def rank(stage: int) -> Iterator[str]:
+        ahead, late = min(ranks - 1 - stage, microbatches), list[int]()
+        yield from (f"{stage}F{i}" for i in range(ahead))
+        for i in range(microbatches):
+            if ahead + i < microbatches:
+                yield f"{stage}F{ahead + i}"
+            yield f"{stage}I{i}"
+            late.append(i)
+            if len(late) > lag:
+                yield f"{stage}W{late.pop(0)}"
+        yield from (f"{stage}W{i}" for i in (reversed(late) if last_first else late))
+
+    return with_communication(parse("\n".join(",".join(rank(stage)) for stage in range(ranks))))
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("pp", [1, 2, 4])
+def test_two_parts_equal_one_process(pp: int) -> None:
+    def work(rank: int) -> None:
+        for microbatches in (1, 4):
+            for lag in (0, 1, 2, microbatches):
+                trace = check_step(zero_bubble(pp, microbatches, lag), pp)
+                assert trace.peak == min(pp - rank + lag, microbatches)
+            check_step(zero_bubble(pp, microbatches, microbatches, last_first=True), pp)
+
+    launch(pp, work)
+
+
+SPLIT_V = """0F0,0F1,3F0,3I0,3F1,(0F2;3I1)OVERLAP_F_B,3W0,0I0,3F2,3W1,3B2,0I1,0B2,0W1,0W0
+1F0,2F0,1F1,2F1,2I0,1B0,1F2,2F2,2W0,2B1,1I1,2I2,1I2,2W2,1W2,1W1"""
+
+
+@pytest.mark.ranks
+def test_parts_and_wholes_and_overlapped_pairs_mix() -> None:
+    """The first stage ends with parts, the last with a whole; both are on one rank."""
+    program = with_communication(parse(SPLIT_V))
+    launch(2, lambda _: check_step(program, 4) and None)
+
+
+class Tied(Stage):
+    """Its head is another stage's embedding."""
+
+    def tie(self, embed: nn.Embedding) -> None:
+        assert self.head is not None
+        self.head.weight = embed.weight
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("text", [V_SHAPE, SPLIT_V])
+def test_the_ends_of_a_v_share_a_weight(text: str) -> None:
+    program = with_communication(parse(text))
+
+    def work(rank: int) -> None:
+        own = {stage: Tied(stage, 4) for stage in ((0, 3), (1, 2))[rank]}
+        whole = [Tied(stage, 4) for stage in range(4)]
+        whole[3].tie(whole[0].embed)
+        if rank == 0:
+            own[3].tie(own[0].embed)
+        Executor(own, program, world_axis(), spec).step([microbatch(i) for i in range(3)], SCALE)
+        for number in range(3):
+            x = None
+            for module in whole:
+                x = module(x, microbatch(number))
+            (x * SCALE).backward()
+        for stage, module in own.items():
+            expected = dict(whole[stage].named_parameters())
+            for name, parameter in module.named_parameters():
+                assert close(parameter.grad, expected[name].grad), (stage, name)
+
+    launch(2, work)
+
+
+@pytest.mark.ranks
+def test_what_concerns_a_whole_stage_is_told_and_spares_the_hooks_for_it() -> None:
+    def work(_: int) -> None:
+        told: list[str] = []
+
+        @contextmanager
+        def on_weights(stage: int, last: bool) -> Iterator[None]:
+            told.append(f"weights {stage} {last}")
+            yield
+
+        Executor(
+            {0: Stage(0, 2), 1: Stage(1, 2)},
+            parse("0UNSHARD,0F0,1F0,1I0,0B0,1W0,0RESHARD,0REDUCE_GRAD,1REDUCE_GRAD"),
+            world_axis(),
+            spec,
+            on_last_backward=lambda stage: told.append(f"last {stage}"),
+            on_weights=on_weights,
+            on_stage=lambda action: told.append(str(action)),
+        ).step([microbatch(0)], SCALE)
+        assert told == [
+            *("0UNSHARD", "weights 1 False", "0RESHARD", "0REDUCE_GRAD", "1REDUCE_GRAD")
+        ]
+
+    launch(1, work)
 
 
 @pytest.mark.ranks
@@ -347,8 +485,6 @@ def test_refusals_have_the_numbers() -> None:
             Executor(stages, build("gpipe", 2, 2, 2), axis, spec)
         with pytest.raises(LayoutError, match=r"rank 0 runs stages \[0\] and has \[0, 1\]"):
             Executor(stages, build("gpipe", 1, 1, 2), axis, spec)
-        with pytest.raises(LayoutError, match="0UNSHARD of rank 0 is not executed"):
-            Executor({0: stages[0]}, parse("0UNSHARD,0F0,0B0"), axis, spec)
         with pytest.raises(LayoutError, match="needs a program with backward passes"):
             Executor({0: Stage(0, 1)}, build("forward_only", 1, 1, 1), axis, spec).step(
                 [microbatch(0)], 1.0
