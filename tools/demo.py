@@ -6,15 +6,13 @@ A Qwen3-MoE with random weights is written by transformers, sharded, verified, r
 back. Everything happens in a temporary directory, unless `--keep` names one to leave it in.
 """
 
-import argparse
-import os
 import shlex
 import shutil
-import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
+
+from showing import failed, in_folder, show
 
 LAYOUT = "pp=2,dp_shard=2,tp=2,ep=4"
 OTHER = "pp=3,tp=4,ep=2"  # stages of 2, 1 and 1 layers; more tp ranks than KV heads
@@ -36,34 +34,17 @@ MAKE = f"qwen3_moe hf --real --dtype bfloat16 --max-shard-size {SHARD}"
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--keep", type=Path, metavar="DIR", help="work here, and leave it")
-    keep: Path | None = parser.parse_args().keep
-    if keep is None:
-        with tempfile.TemporaryDirectory(prefix="d9d-demo-") as folder:
-            return demo(Path(folder))
-    keep.mkdir(parents=True, exist_ok=True)
-    if any(keep.iterdir()):
-        parser.error(f"{keep} is not empty")
-    return demo(keep.resolve())
+    return in_folder(__doc__, demo)
 
 
 def demo(folder: Path) -> int:
     """Run the commands in ``folder`` and compare what came back; 0 when every bit is the same."""
-    # The commands lie beside this Python, whether or not its environment is active.
-    os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    os.environ |= {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
     if shutil.which("d9d-ckpt") is None:
         print("d9d-ckpt is not installed beside this Python; run `make demo`", file=sys.stderr)
         return 2
     show(f"cd {shlex.quote(str(folder))}")
     for command in (f"python {shlex.quote(str(MAKER))} {MAKE}", *COMMANDS.split("\n")[1:-1]):
-        show(command)
-        code = subprocess.run(shlex.split(command), cwd=folder, check=False).returncode  # noqa: S603
-        if code:
-            print(f"FAILED: exit code {code}", file=sys.stderr)
+        if code := failed(folder, command):
             return code
     show("# and now without d9d-ckpt: safetensors and transformers read both ends")
     wrong, proven = compared(folder / "hf", folder / "back")
@@ -73,10 +54,6 @@ def demo(folder: Path) -> int:
         return 1
     print(f"proven: after hf -> {LAYOUT} -> {OTHER} -> hf, {proven}.")
     return 0
-
-
-def show(command: str) -> None:
-    print(f"\n$ {command}" if command[0] != "#" else f"\n{command}", flush=True)
 
 
 def compared(a: Path, b: Path) -> tuple[list[str], str]:

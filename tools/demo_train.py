@@ -8,17 +8,17 @@ export to Hugging Face, where transformers loads the model. The losses of both p
 with those of one process that nobody interrupts.
 """
 
-import argparse
 import json
 import os
 import shlex
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
+
+from showing import failed, in_folder, show
 
 CONFIG = """\
 [model]
@@ -63,26 +63,15 @@ PATIENCE = 240.0
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--keep", type=Path, metavar="DIR", help="work here, and leave it")
-    keep: Path | None = parser.parse_args().keep
-    if keep is None:
-        with tempfile.TemporaryDirectory(prefix="d9d-demo-") as folder:
-            return demo(Path(folder))
-    keep.mkdir(parents=True, exist_ok=True)
-    if any(keep.iterdir()):
-        parser.error(f"{keep} is not empty")
-    return demo(keep.resolve())
+    return in_folder(__doc__, demo)
 
 
 def demo(folder: Path) -> int:
     """Train, kill, resume, export and compare in ``folder``; 0 when all of it holds."""
-    os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    os.environ["OMP_NUM_THREADS"] = "1"
     (folder / "tiny.toml").write_text(CONFIG)
-    print(f"$ cd {shlex.quote(str(folder))}; cat tiny.toml\n{CONFIG}")
+    show(f"cd {shlex.quote(str(folder))}; cat tiny.toml")
+    print(CONFIG)
     saved = killed_while_saving(folder, trainer(8, FIRST))
     if saved is None:
         print("FAILED: no save could be interrupted", file=sys.stderr)
@@ -94,8 +83,7 @@ def demo(folder: Path) -> int:
         "d9d-ckpt inspect hf",
         trainer(1, ALONE),
     ):
-        if code := shown(folder, command):
-            print(f"FAILED: exit code {code}", file=sys.stderr)
+        if code := failed(folder, command):
             return code
     wrong, proven = compared(folder)
     for line in wrong:
@@ -109,14 +97,9 @@ def trainer(processes: int, settings: str) -> str:
     return f"{start} -m d9d_train train tiny.toml {settings}"
 
 
-def shown(folder: Path, command: str) -> int:
-    print(f"\n$ {command}", flush=True)
-    return subprocess.run(shlex.split(command), cwd=folder, check=False).returncode  # noqa: S603
-
-
 def killed_while_saving(folder: Path, command: str) -> int | None:
     """Kill a run when some step lies there without its manifest; that step, None if none was seen."""
-    print(f"\n$ {command}", flush=True)
+    show(command)
     process = subprocess.Popen(shlex.split(command), cwd=folder)  # noqa: S603
     deadline = time.monotonic() + PATIENCE
     try:
