@@ -1,5 +1,6 @@
 """A simulated program as a table, as a timeline in text, and as a page with a picture."""
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from html import escape
@@ -129,12 +130,19 @@ def _axis(simulation: Simulation, scale: float, top: int) -> Iterator[str]:
     yield (
         f'<path d="M{_LEFT} {top + 2}h{simulation.makespan * scale:.1f}" stroke="#888" fill="none"/>'
     )
-    for tick in range(_TICKS + 1):
-        time = simulation.makespan * tick / _TICKS
-        x = _LEFT + time * scale
-        anchor = "end" if tick == _TICKS else "middle"
+    step = _round(simulation.makespan / _TICKS)
+    for tick in range(int(simulation.makespan / step) + 1):
+        x = _LEFT + tick * step * scale
         yield f'<path d="M{x:.1f} {top + 2}v4" stroke="#888"/>'
-        yield f'<text x="{x:.1f}" y="{top + 16}" text-anchor="{anchor}" fill="#555">{time:.4g}</text>'
+        yield f'<text x="{x:.1f}" y="{top + 16}" text-anchor="middle" fill="#555">{tick * step:.4g}</text>'
+
+
+def _round(least: float) -> float:
+    """The smallest of 1, 2, 5, 10, 20 and so on, or of their parts, that is at least so large."""
+    if least <= 0:
+        return 1.0
+    power = 10.0 ** math.floor(math.log10(least))
+    return next(n * power for n in (1, 2, 5, 10) if n * power >= least)
 
 
 def _legend(simulation: Simulation, top: int) -> Iterator[str]:

@@ -1,7 +1,6 @@
 """What simulated programs take, by hand, by figure and by property."""
 
 import random
-import time
 from itertools import pairwise
 
 import pytest
@@ -193,8 +192,6 @@ def test_results_are_there_before_they_are_used(of: tuple[str, int, int, Costs])
 
 
 def test_128_ranks_and_512_micro_batches() -> None:
-    """390,000 actions, built, proven and simulated in less than 10 s of one core."""
-    began = time.process_time()
+    """390,000 actions, built, proven and simulated; tools/bench_schedules.py says how fast."""
     found = simulated("1f1b", 128, 512)
-    assert time.process_time() - began < 10
     assert found.makespan == 3 * (512 + 127)
