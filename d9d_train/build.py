@@ -61,11 +61,12 @@ def train(config: Config) -> None:
     """
     with started(deterministic=config.train.deterministic) as device, ExitStack() as stack:
         stopping = stack.enter_context(Stopping())
+        raw = model_config(config.model)
+        config = config.balanced(raw)
         mesh = mesh_of(config.topology, device)
         progress = Progress()
         stack.enter_context(_last_actions(progress))
         check_export(config)
-        raw = model_config(config.model)
         run = built(config, raw, mesh, progress, stack)
         run.train(stopping)
         if config.checkpoint.export and run.over:

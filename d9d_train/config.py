@@ -16,13 +16,15 @@ from d9d_ckpt.layout.topology import Topology
 from d9d_ckpt.models.registry import family as family_called
 from d9d_train.data.config import DataConfig, SourceConfig, ValidationConfig
 from d9d_train.data.synthetic import SyntheticConfig
+from d9d_train.models.config import read_config
 from d9d_train.models.keys import DenseKeys, SparseKeys
 from d9d_train.models.registry import FAMILIES
 from d9d_train.optim.lr import OptimConfig
+from d9d_train.parallel.balance import balanced
 from d9d_train.parallel.context import KINDS
 from d9d_train.parallel.pipeline.actions import Program
 from d9d_train.parallel.pipeline.schedule import build, from_csv, placement, placement_of
-from d9d_train.telemetry import MetricsConfig
+from d9d_train.telemetry import MetricsConfig, head_flops, layer_flops
 from d9d_train.typed import nearest, read
 
 FREE_AT_RESUME = ("mesh", "pipeline", "context", "checkpoint", "metrics", "validation")
@@ -42,9 +44,12 @@ class MeshConfig:
         ep: Expert parallel ranks; divides dp_shard x cp x tp.
         stages: Layers of each stage, pp times as many as the schedule puts on a rank; None for equal
             ones, the first ones longer.
+        balance_stages: Layers fall on stages by the operations that they and the head take, in place of
+            ``stages``.
         vocab_multiple: The vocabulary is padded to a multiple of this times tp.
 
     Raises:
+        UsageError: Stages that are given and balanced.
         LayoutError: Degrees that cannot be, with the numbers.
     """
 
@@ -55,9 +60,12 @@ class MeshConfig:
     tp: int = 1
     ep: int = 1
     stages: tuple[int, ...] | None = None
+    balance_stages: bool = False
     vocab_multiple: int = 1
 
     def __post_init__(self) -> None:
+        if self.balance_stages and self.stages is not None:
+            raise UsageError("mesh.balance_stages: mesh.stages is given as well; leave one out")
         stages = self.topology.stages or ()
         _check("mesh.stages", stages, all(n >= 1 for n in stages), "at least one layer each")
 
@@ -69,6 +77,7 @@ class MeshConfig:
     def staged(self, virtual: int, order: str) -> Topology:
         """The topology of these degrees with ``virtual`` stages on a pipeline rank, in that order."""
         degrees = {f.name: getattr(self, f.name) for f in fields(self)}
+        del degrees["balance_stages"]
         return Topology(**degrees, virtual=virtual, order=order)
 
     @property
@@ -315,6 +324,24 @@ class Config:
     def topology(self) -> Topology:
         """The axes, with the stages that the schedule puts on a pipeline rank."""
         return self.mesh.staged(*self.pipeline.placement())
+
+    def balanced(self, raw: Mapping[str, Any]) -> "Config":
+        """The config with the layers of each stage, where they are to be balanced.
+
+        Args:
+            raw: The model's config.json.
+
+        Raises:
+            LayoutError: More stages than layers.
+        """
+        if not self.mesh.balance_stages:
+            return self
+        model, topology = read_config(raw), self.topology
+        layers = layer_flops(
+            model.sizes, experts_per_token=model.experts_per_token, seq_len=self.train.seq_len
+        )
+        stages = balanced(layers, head_flops(model.sizes), topology.pp * topology.virtual)
+        return replace(self, mesh=replace(self.mesh, balance_stages=False, stages=stages))
 
     def _check_batch(self) -> None:
         mesh, parts = self.mesh, self.pipeline.microbatches

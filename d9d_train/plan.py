@@ -155,6 +155,7 @@ def plan(config: Config, raw: Mapping[str, Any], world: int | None = None) -> Ru
         LayoutError: The axes do not divide the world or the model, with the numbers.
         CkptError: A model that the trainer does not compute.
     """
+    config = config.balanced(raw)
     topology, pipeline = _filled(config.topology, world), config.pipeline
     model = read_config(raw)
     _check_heads(config.context.kind, model, topology)

@@ -311,13 +311,27 @@ def flops_per_token(config: ModelConfig, *, experts_per_token: int, seq_len: int
         experts_per_token: Experts that a token goes to.
         seq_len: Tokens of a sequence.
     """
+    layers = layer_flops(config, experts_per_token=experts_per_token, seq_len=seq_len)
+    return sum(layers) + head_flops(config)
+
+
+def layer_flops(config: ModelConfig, *, experts_per_token: int, seq_len: int) -> list[int]:
+    """The operations of each layer a token; arguments as for `flops_per_token`."""
     c = config
     attention = c.hidden * c.head_dim * (2 * c.heads + 2 * c.kv_heads)
+    products = 6 * c.heads * c.head_dim * seq_len
     dense = 3 * c.hidden * c.intermediate
     sparse = experts_per_token * 3 * c.hidden * c.moe_intermediate + c.hidden * c.experts
-    sparse_layers = c.layers - len(c.dense_layers) if c.experts else 0
-    active = c.layers * attention + sparse_layers * sparse + (c.layers - sparse_layers) * dense
-    return 6 * (active + c.vocab * c.hidden) + 6 * c.layers * c.heads * c.head_dim * seq_len
+    return [
+        6 * (attention + (sparse if c.experts and layer not in c.dense_layers else dense))
+        + products
+        for layer in range(c.layers)
+    ]
+
+
+def head_flops(config: ModelConfig) -> int:
+    """The operations of the head a token."""
+    return 6 * config.vocab * config.hidden
 
 
 def peak_flops(device: torch.device, config: MetricsConfig) -> float | None:

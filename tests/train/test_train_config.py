@@ -370,6 +370,18 @@ def test_layers_are_given_for_every_stage(example):
         load_config(example, wanted[1:])
 
 
+def test_stages_are_balanced_by_what_layers_and_head_take(example):
+    wide = ["model.vocab_size=100000", "model.num_hidden_layers=6", "mesh.balance_stages=true"]
+    made = load_config(example, wide)
+    assert made.topology.stages is None
+    raw = model_config(made.model)
+    assert made.balanced(raw).topology.stages == (5, 1)
+    plain = load_config(example, wide[1:2])
+    assert plain.balanced(raw) is plain
+    message = "mesh.balance_stages: mesh.stages is given as well; leave one out"
+    assert refused(example, *wide, "mesh.stages=[3, 3]") == message
+
+
 def test_a_schedule_of_ones_own_says_where_stages_are(example, tmp_path):
     path = tmp_path / "my.csv"
     path.write_text("0F0,3F0,3B0,0B0\n1F0,2F0,2B0,1B0\n")
