@@ -4,6 +4,7 @@ import os
 import socket
 import time
 from collections.abc import Collection, Mapping
+from pathlib import Path
 
 from d9d_ckpt.errors import DestinationError
 from d9d_ckpt.formats.claim import CLAIM, SAVE, Claim, is_temporary, read_claim
@@ -77,7 +78,16 @@ def alive(found: Claim) -> bool:
         return False
     except (OSError, OverflowError):
         return True
-    return True
+    return not _ended(found.pid)
+
+
+def _ended(pid: int) -> bool:
+    """Whether a process is over and nobody has asked how: a container's first process may never ask."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:  # gone by now, or there is no such file system
+        return False
+    return text.rpartition(")")[2].split()[0] in ("Z", "X")
 
 
 def interrupted(

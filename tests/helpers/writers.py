@@ -3,6 +3,7 @@
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -168,5 +169,8 @@ def descriptors() -> int:
 
 def children() -> set[int]:
     """Children of this process, zombies included."""
-    found = Path("/proc/self/task").glob("*/children")
-    return {int(pid) for file in found for pid in file.read_text().split()}
+    found: set[int] = set()
+    for thread in Path("/proc/self/task").glob("*/children"):
+        with suppress(FileNotFoundError, ProcessLookupError):  # the thread has just ended
+            found.update(map(int, thread.read_text().split()))
+    return found

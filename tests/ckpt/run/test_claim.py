@@ -48,6 +48,23 @@ def test_what_a_dead_writer_left_goes_with_its_claim(store, tmp_path, gone):
     assert sorted(everything(tmp_path / "d")) == [".d9d-claim", "notes.txt"]
 
 
+@pytest.fixture
+def unasked():
+    """The number of a process that has ended and that nobody has asked how, as in many a container."""
+    pid = os.fork()
+    if not pid:
+        os._exit(0)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    yield pid
+    os.waitpid(pid, 0)
+
+
+def test_a_writer_that_nobody_has_waited_for_is_dead_as_well(store, tmp_path, unasked):
+    claimed(tmp_path / "d", unasked)
+    claim.take(store, str(tmp_path / "d"), NEW, {})
+    assert claim.held(store, str(tmp_path / "d"), NEW)
+
+
 def test_a_save_that_is_the_checkpoint_there_stays(store, tmp_path, gone):
     claimed(tmp_path / "d", gone)
     (tmp_path / "d" / "manifest.json").write_text(json.dumps({"save_id": DEAD}))
