@@ -21,13 +21,6 @@ def all_reduce(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     return out
 
 
-def all_max(x: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """The largest ``x`` over the axis, outside autograd."""
-    out = x.detach().clone()
-    dist.all_reduce(out, op=dist.ReduceOp.MAX, group=axis.group)
-    return out
-
-
 def gather(x: torch.Tensor, dim: int, axis: Axis) -> torch.Tensor:
     """All ranks' ``x`` along ``dim``; backward sums the gradients and scatters them."""
     return _Gather.apply(x, dim, axis)  # type: ignore[no-untyped-call, no-any-return]

@@ -21,10 +21,10 @@ from d9d_train.models.config import Config as ModelConfig
 from d9d_train.models.config import read_config
 from d9d_train.models.decoder import CausalLM
 from d9d_train.models.registry import build
+from d9d_train.parallel.context import check_heads
 from d9d_train.parallel.pipeline.held import peak_microbatches
-from d9d_train.parallel.roles import check, roles
+from d9d_train.parallel.roles import check, padded, roles
 from d9d_train.parallel.stages import stages_of
-from d9d_train.parallel.tensor import padded
 
 Shape = tuple[int, ...]
 
@@ -42,7 +42,7 @@ class RankNeeds:
         optimizer: Bytes of their two moments.
         gathered: Bytes of parameters that FSDP has gathered, in the dtype of computation.
         unreduced: Bytes of gradients that wait to be summed over fsdp.
-        activations: Bytes kept for the backward passes under way; an estimate, see `_Stage`.
+        activations: Bytes kept for the backward passes under way; an estimate, see `_PipelineRank`.
     """
 
     rank: int
@@ -158,7 +158,8 @@ def plan(config: Config, raw: Mapping[str, Any], world: int | None = None) -> Ru
     config = config.balanced(raw)
     topology, pipeline = _filled(config.topology, world), config.pipeline
     model = read_config(raw)
-    _check_heads(config.context.kind, model, topology)
+    heads = model.sizes.heads // topology.tp
+    check_heads("context.kind", config.context.kind, heads, topology.cp)
     waiting = peak_microbatches(pipeline.program(topology))
     ranks = [
         _PipelineRank.of(index, config, raw, topology, waiting[index])
@@ -184,15 +185,6 @@ def _filled(topology: Topology, world: int | None) -> Topology:
             f"{topology.dp_shard} x {topology.cp} x {topology.tp} = {once}, which dp_replicate repeats"
         )
     return replace(topology, dp_replicate=world // once)
-
-
-def _check_heads(kind: str, model: ModelConfig, topology: Topology) -> None:
-    heads = model.sizes.heads // topology.tp
-    if kind == "ulysses" and heads % topology.cp:
-        raise LayoutError(
-            f"context.kind: ulysses cuts the {heads} query heads of a rank over cp={topology.cp}, which "
-            "does not divide them; use all_gather or ring, or a cp that divides"
-        )
 
 
 def _own(model: CausalLM) -> int:
@@ -236,13 +228,12 @@ class _PipelineRank:
             parts = stages_of(topology, sizes.layers, index).values()
             models = [build(raw, part) for part in parts]
         placements = placements_of(family_of(raw), sizes)
-        multiple = topology.vocab_multiple * topology.tp
         tensors = []
         for model in models:
             placed = roles(model, placements)
             check(model, placed, topology)
             tensors += [
-                (padded(tuple(p.shape), placed[name].cut, multiple), placed[name])
+                (padded(tuple(p.shape), placed[name].cut, topology), placed[name])
                 for name, p in model.named_parameters()
             ]
         return cls(index, config, topology, models, tensors, waiting)

@@ -5,7 +5,6 @@ from math import prod
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from d9d_ckpt.errors import LayoutError
 from d9d_ckpt.layout.placement import Cut, Placement, held
@@ -13,6 +12,8 @@ from d9d_ckpt.layout.topology import Topology
 from d9d_ckpt.models.family import EMBEDDING
 from d9d_ckpt.tensors import Region
 from d9d_train import rng
+from d9d_train.optim.shards import shard
+from d9d_train.parallel.roles import padded
 
 _DRAWN = 1 << 21
 """Elements drawn at once: the numbers behind them take a few times 16 MiB, however large the model."""
@@ -84,21 +85,20 @@ def _shard(
     rank: int,
 ) -> tuple[torch.Tensor, tuple[Region, ...]]:
     """The local tensor, and what its rows are of a global one of ``shape``, its padding left out."""
-    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-    multiple = topology.vocab_multiple * topology.tp if cut.vocab else 1
-    padded = (-(-shape[0] // multiple) * multiple, *shape[1:])
-    if padded != tuple(parameter.shape):
+    local, live = shard(parameter), padded(shape, cut, topology)
+    if live != tuple(parameter.shape):
+        multiple = topology.vocab_multiple * topology.tp if cut.vocab else 1
         raise LayoutError(
-            f"{name}: expected {list(padded)}, {shape[0]} rows padded to a multiple of {multiple}, "
+            f"{name}: expected {list(live)}, {shape[0]} rows padded to a multiple of {multiple}, "
             f"found {list(parameter.shape)}"
         )
     at = rank % (topology.fsdp * topology.tp)
-    whole = held(padded, cut, topology)[at]
+    whole = held(live, cut, topology)[at]
     rows = sum(box.shape[0] for box in whole)
     expected = (rows, *whole[0].shape[1:]) if whole else (0,)
     if tuple(local.shape) != expected and (rows or local.numel()):
         raise LayoutError(
-            f"{name}: expected {list(expected)} of {list(padded)} on rank {rank}, found "
+            f"{name}: expected {list(expected)} of {list(live)} on rank {rank}, found "
             f"{list(local.shape)}; the model is parallelised for another topology"
         )
     return local, held(shape, cut, topology)[at]

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from torch import nn
 
 from d9d_ckpt.errors import LayoutError
-from d9d_ckpt.layout.placement import Placement, held
+from d9d_ckpt.layout.placement import Cut, Placement, held
 from d9d_ckpt.layout.topology import Topology
 
 
@@ -63,6 +63,14 @@ def check(model: nn.Module, placed: Mapping[str, Placement], topology: Topology)
             held(tuple(parameter.shape), cut, topology)
         except LayoutError as error:
             raise LayoutError(f"{name}: {error}") from None
+
+
+def padded(shape: tuple[int, ...], cut: Cut, topology: Topology) -> tuple[int, ...]:
+    """The shape with a vocabulary rounded up to a multiple of ``vocab_multiple`` x tp."""
+    if not cut.vocab:
+        return shape
+    multiple = topology.vocab_multiple * topology.tp
+    return (-(-shape[0] // multiple) * multiple, *shape[1:])
 
 
 def owners(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:

@@ -19,7 +19,7 @@ from d9d_train.layers.embedding import Embedding
 from d9d_train.layers.head import LMHead
 from d9d_train.layers.linear import Linear
 from d9d_train.mesh import Axis, Mesh
-from d9d_train.parallel.roles import owners
+from d9d_train.parallel.roles import owners, padded
 
 SEQUENCE = 1
 """Activations are [batch, sequence, ...]."""
@@ -39,7 +39,7 @@ def parallelize(model: nn.Module, placed: Mapping[str, Placement], mesh: Mesh) -
     topology = mesh.topology
     for name, _, _, parameter in list(owners(model)):
         cut = placed[name].cut
-        shape = padded(tuple(parameter.shape), cut, topology.vocab_multiple * topology.tp)
+        shape = padded(tuple(parameter.shape), cut, topology)
         if cut.experts or (topology.tp == 1 and shape == tuple(parameter.shape)):
             continue
         empty = parameter.new_empty(shape)
@@ -48,13 +48,6 @@ def parallelize(model: nn.Module, placed: Mapping[str, Placement], mesh: Mesh) -
         _replace(model, parameter, nn.Parameter(empty, requires_grad=parameter.requires_grad))
     if topology.tp > 1:
         _follow(model, placed, mesh.axis("tp"))
-
-
-def padded(shape: tuple[int, ...], cut: Cut, multiple: int) -> tuple[int, ...]:
-    """The shape with a vocabulary rounded up to a multiple."""
-    if not cut.vocab:
-        return shape
-    return (-(-shape[0] // multiple) * multiple, *shape[1:])
 
 
 def _cut(whole: torch.Tensor, cut: Cut, mesh: DeviceMesh) -> DTensor:

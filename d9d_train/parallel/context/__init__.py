@@ -42,10 +42,18 @@ def parallelize(model: nn.Module, axis: Axis, kind: str) -> None:
     for name, module in model.named_modules():
         if not isinstance(module, Attention):
             continue
-        heads = module.local_heads
-        if kind == "ulysses" and heads % axis.size:
-            raise LayoutError(
-                f"{name}: ulysses cuts the {heads} query heads of a rank over cp={axis.size}, "
-                "which does not divide them; use all_gather or ring, or a cp that divides"
-            )
+        check_heads(name, kind, module.local_heads, axis.size)
         module.attend = attend
+
+
+def check_heads(where: str, kind: str, heads: int, cp: int) -> None:
+    """That the query heads of a rank divide as a flavour needs it.
+
+    Raises:
+        LayoutError: They do not, with the numbers.
+    """
+    if kind == "ulysses" and heads % cp:
+        raise LayoutError(
+            f"{where}: ulysses cuts the {heads} query heads of a rank over cp={cp}, which does not "
+            "divide them; use all_gather or ring, or a cp that divides"
+        )
